@@ -1,0 +1,1 @@
+"""The executor service: runs the steps that a scheduler sends on one device group."""

@@ -1,0 +1,1 @@
+"""Devices behind one interface: cpu, neuron, simulated."""

@@ -1,0 +1,1 @@
+"""The gateway service: speaks with clients, tokenizes, keeps their streams."""

@@ -1,0 +1,1 @@
+"""Holdback: large language models on AWS Neuron devices, served as gRPC microservices."""

@@ -1,0 +1,130 @@
+"""Configuration of every process: flags win over the environment, the environment over a YAML file.
+
+A service declares one subclass of `ServiceConfig`; field names are the keys everywhere: `lease_timeout_s` in the file,
+`--lease-timeout-s` as a flag, `HOLDBACK_SCHEDULER__LEASE_TIMEOUT_S` in the environment. A key that no field has is
+refused in all three, and so is a value that its field's type or limits refuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import ipaddress
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import pydantic
+import yaml
+
+from holdback.errors import ConfigError
+
+
+class ServiceConfig(pydantic.BaseModel):
+    """What every process has. `process` gives the environment prefix and the name of the command."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    process: ClassVar[str]
+
+    host: str = pydantic.Field("127.0.0.1", description="address to listen on, a literal IP")
+    port: int = pydantic.Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    health_port: int = pydantic.Field(0, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one")
+    insecure_bind: bool = pydantic.Field(False, description="allow an address other than loopback without TLS")
+    log_level: str = pydantic.Field("info", pattern="^(debug|info|warning|error)$", description="least severe log line")
+    ports_file: pathlib.Path | None = pydantic.Field(
+        None, description="file to write the ports to, as JSON, once the process listens"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _loopback_unless_told(self) -> Self:
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ValueError(f"host is {self.host!r}; allowed: a literal IP address") from None
+        if not address.is_loopback and not self.insecure_bind:
+            raise ValueError(f"host is {self.host}, which is not loopback; allowed without TLS: only with --insecure-bind")
+        return self
+
+    @classmethod
+    def load(cls, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:
+        """The configuration from flags, environment and the file of `--config`. Raises ConfigError."""
+        flags = vars(cls._parser().parse_args(argv))
+        config_file = flags.pop("config", None)
+        merged = _from_file(config_file, cls) if config_file else {}
+        merged |= _from_environment(os.environ if environment is None else environment, cls)
+        merged |= {key: value for key, value in flags.items() if value is not None}
+        try:
+            return cls.model_validate(merged)
+        except pydantic.ValidationError as error:
+            raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from None
+
+    @classmethod
+    def _parser(cls) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(prog=f"holdback {cls.process}", allow_abbrev=False)
+        parser.add_argument("--config", metavar="FILE", help="YAML file with these keys, '-' written '_'")
+        for name, info in cls.model_fields.items():
+            flag = "--" + name.replace("_", "-")
+            text = (info.description or "").replace("%", "%%")
+            if info.annotation is bool:
+                parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+            else:
+                default = "" if info.is_required() or info.default is None else f" (default: {info.default})"
+                parser.add_argument(flag, dest=name, type=_parse_text, metavar="VALUE", help=text + default)
+        return parser
+
+
+def _parse_text(text: str) -> Any:
+    """Lists and mappings are written as JSON, `a,b` is left to the field; everything else stays text for pydantic."""
+    if text[:1] in "[{":
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return None if text == "null" else text
+
+
+def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: a mapping of keys to values is needed, not {type(content).__name__}")
+    for key in content:
+        _refuse_unknown(str(key), cls, f"--config {path}: key {key!r}")
+    return {str(key): value for key, value in content.items()}
+
+
+def _from_environment(environment: Mapping[str, str], cls: type[ServiceConfig]) -> dict[str, Any]:
+    prefix = f"HOLDBACK_{cls.process.upper()}__"
+    found: dict[str, Any] = {}
+    for variable, value in environment.items():
+        if variable.startswith(prefix):
+            key = variable.removeprefix(prefix).lower()
+            _refuse_unknown(key, cls, f"environment variable {variable}")
+            found[key] = _parse_text(value)
+    return found
+
+
+def _refuse_unknown(key: str, cls: type[ServiceConfig], where: str) -> None:
+    if key not in cls.model_fields:
+        close = difflib.get_close_matches(key, cls.model_fields, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(cls.model_fields))}"
+        raise ConfigError(f"{where} is not known; {hint}")
+
+
+def _sentence(problem: Any) -> str:
+    """One validation problem as `field is value; message`."""
+    field = ".".join(str(part) for part in problem["loc"])
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not field:
+        return message
+    if problem["type"] == "missing":
+        return f"{field} is required"
+    return f"{field} is {problem['input']!r}; {message[0].lower()}{message[1:]}"

@@ -1,0 +1,1 @@
+"""Generated stubs of protos/holdback/v1; `make generate` writes them."""

@@ -1,0 +1,1 @@
+"""The scheduler service: queues, admission and every step of a model pool."""
