@@ -54,7 +54,7 @@ class ServiceConfig(pydantic.BaseModel):
         config_file = flags.pop("config", None)
         merged = _from_file(config_file, cls) if config_file else {}
         merged |= _from_environment(os.environ if environment is None else environment, cls)
-        merged |= {key: value for key, value in flags.items() if value is not None}
+        merged |= flags
         try:
             return cls.model_validate(merged)
         except pydantic.ValidationError as error:
@@ -62,13 +62,13 @@ class ServiceConfig(pydantic.BaseModel):
 
     @classmethod
     def _parser(cls) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(prog=f"holdback {cls.process}", allow_abbrev=False)
+        parser = argparse.ArgumentParser(prog=f"holdback {cls.process}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE", help="YAML file with these keys, '-' written '_'")
         for name, info in cls.model_fields.items():
             flag = "--" + name.replace("_", "-")
             text = (info.description or "").replace("%", "%%")
             if info.annotation is bool:
-                parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+                parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
             else:
                 default = "" if info.is_required() or info.default is None else f" (default: {info.default})"
                 parser.add_argument(flag, dest=name, type=_parse_text, metavar="VALUE", help=text + default)
