@@ -65,7 +65,7 @@ def validate_buckets(name: str, buckets: Sequence[int], largest: int, largest_is
 
 def max_kv_concurrent(num_blocks: int, max_model_len: int, block_size: int) -> int:
     """K1: requests that may run at once if each grows to `max_model_len`; block 0, the null block, holds nothing."""
-    return (num_blocks - 1) // blocks_for(max_model_len, block_size)
+    return max(num_blocks - 1, 0) // blocks_for(max_model_len, block_size)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -73,7 +73,7 @@ def test_buckets_that_do_not_end_in_the_maximum_are_refused_with_both_numbers() 
 
 @pytest.mark.parametrize(
     ("num_blocks", "max_model_len", "expected"),
-    [(17, 256, 1), (17, 257, 0), (10, 128, 1), (33, 256, 2), (32, 256, 1), (1, 16, 0), (0, 16, -1)],
+    [(17, 256, 1), (17, 257, 0), (10, 128, 1), (33, 256, 2), (32, 256, 1), (1, 16, 0), (0, 16, 0)],
 )
 def test_the_null_block_does_not_count_for_concurrency(num_blocks: int, max_model_len: int, expected: int) -> None:
     assert max_kv_concurrent(num_blocks, max_model_len, 16) == expected
