@@ -27,7 +27,7 @@ class ErrorReason(enum.Enum):
     INVALID_FIELD = "INVALID_FIELD"
     PROMPT_EMPTY = "PROMPT_EMPTY"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
-    TOKEN_OUT_OF_VOCABULARY = "TOKEN_OUT_OF_VOCABULARY"
+    TOKEN_OUT_OF_VOCABULARY = "TOKEN_OUT_OF_VOCABULARY"  # noqa: S105 - a token of text, no password
     CHAT_TEMPLATE_FAILED = "CHAT_TEMPLATE_FAILED"
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
     REQUEST_NOT_FOUND = "REQUEST_NOT_FOUND"
@@ -82,9 +82,7 @@ class InvalidArgumentError(HoldbackError):
         self.limit = limit
 
     @classmethod
-    def of(
-        cls, field: str, value: object, limit: str, *, reason: ErrorReason | None = None
-    ) -> InvalidArgumentError:
+    def of(cls, field: str, value: object, limit: str, *, reason: ErrorReason | None = None) -> InvalidArgumentError:
         """The usual sentence: `top_p is 1.5; allowed: [0, 1]`. Long values are cut to 100 characters."""
         shown = repr(value) if isinstance(value, str) else str(value)
         if len(shown) > 100:

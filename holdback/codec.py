@@ -1,0 +1,459 @@
+"""Dataclasses to messages and back. The only module that knows the wire form of a step.
+
+A step is encoded by a `StepEncoder` and decoded by a `StepDecoder`, one pair for each `Execute` stream. Both remember
+the same two things: which handle stands for which request, and the rows of the last decode step. So a request is told
+in full once, and a decode step with the rows of the decode before it is a few bytes at any batch size.
+
+Decoders check what they cannot decode otherwise: order of steps, handles, rows, enums, lengths of parallel lists. What
+a message means for a device is the runner's to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdback.errors import ErrorReason, FailedPreconditionError, InvalidArgumentError
+from holdback.types import (
+    CachedRequestsData,
+    ExecutorInfo,
+    ExecutorLimits,
+    FinishReason,
+    GraphLatency,
+    ModelInfo,
+    ModelRunnerOutput,
+    NewRequestData,
+    Phase,
+    RequestSpec,
+    SamplingParams,
+    SchedulerOutput,
+    SchedulerState,
+    StepTimings,
+    TokenLogprobs,
+    TraceContext,
+    Usage,
+)
+from holdback.v1 import executor_pb2, scheduler_pb2, types_pb2
+
+_PHASES: dict[Phase | None, types_pb2.Phase.ValueType] = {
+    None: types_pb2.PHASE_UNSPECIFIED,
+    Phase.PREFILL: types_pb2.PHASE_PREFILL,
+    Phase.DECODE: types_pb2.PHASE_DECODE,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+_STATES = {
+    SchedulerState.IDLE: types_pb2.SCHEDULER_STATE_IDLE,
+    SchedulerState.ACTIVE_PREFILL: types_pb2.SCHEDULER_STATE_ACTIVE_PREFILL,
+    SchedulerState.ACTIVE_DECODE: types_pb2.SCHEDULER_STATE_ACTIVE_DECODE,
+}
+_PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
+_FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
+_STATES_BACK = {number: state for state, number in _STATES.items()}
+
+
+class StepEncoder:
+    """Encodes the steps of one `Execute` stream, in the order in which they are sent. Counts them on the wire."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._next_handle = 0
+        self._handles: dict[str, int] = {}
+        self._last_decode: list[str] | None = None
+
+    def encode(self, output: SchedulerOutput) -> executor_pb2.SchedulerOutput:
+        """The message of one step. Requests that finished before the executor heard of them are not told."""
+        message = executor_pb2.SchedulerOutput(step=self._num_steps, phase=_PHASES[output.phase])
+        self._num_steps += 1
+        for req_id in output.finished_req_ids:
+            handle = self._handles.pop(req_id, None)
+            if handle is not None:
+                message.finished_handles.append(handle)
+        for new in output.scheduled_new_reqs:
+            self._encode_new(new, message.new_requests.add())
+        if output.scheduled_cached_reqs.req_ids:
+            self._encode_cached(output, message.cached_requests)
+        if output.phase is Phase.PREFILL:
+            message.num_scheduled_tokens.extend(output.num_scheduled_tokens.values())
+            message.num_scheduled_tokens_padded.extend(output.num_scheduled_tokens_padded.values())
+        return message
+
+    def _encode_new(self, new: NewRequestData, message: executor_pb2.NewRequestData) -> None:
+        message.handle = self._handles[new.req_id] = self._next_handle
+        self._next_handle += 1
+        message.slot = new.slot
+        message.spec.CopyFrom(encode_spec(new.spec))
+        message.block_ids.extend(new.block_ids)
+        message.num_computed_tokens = new.num_computed_tokens
+
+    def _encode_cached(self, output: SchedulerOutput, message: executor_pb2.CachedRequestsData) -> None:
+        cached = output.scheduled_cached_reqs
+        for row, block_ids in enumerate(cached.new_block_ids):
+            if block_ids:
+                message.new_block_rows.extend([row] * len(block_ids))
+                message.new_block_ids.extend(block_ids)
+        if output.phase is Phase.DECODE and cached.req_ids == self._last_decode:
+            message.same_as_last_decode = True
+            return
+        handles = self._handles
+        message.handles.extend([handles[req_id] for req_id in cached.req_ids])
+        message.num_computed_tokens.extend(cached.num_computed_tokens)
+        if output.phase is Phase.DECODE:
+            self._last_decode = list(cached.req_ids)
+
+
+class StepDecoder:
+    """Decodes the steps of one `Execute` stream, in the order in which they arrive.
+
+    The executor names a request `<request_id>#<handle>`, unique in the stream and readable in a log.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._next_handle = 0
+        self._names: dict[int, str] = {}
+        self._last_decode: CachedRequestsData | None = None
+
+    def decode(self, message: executor_pb2.SchedulerOutput) -> SchedulerOutput:
+        """The step.
+
+        Raises:
+            FailedPreconditionError: the step is not the next one (STEP_OUT_OF_ORDER).
+            InvalidArgumentError: handles, rows or lengths that fit neither the stream nor each other.
+        """
+        if message.step != self._num_steps:
+            raise FailedPreconditionError(
+                f"step is {message.step}; allowed: {self._num_steps}, the next one",
+                reason=ErrorReason.STEP_OUT_OF_ORDER,
+            )
+        self._num_steps += 1
+        finished = [self._forget(handle) for handle in message.finished_handles]
+        new = [self._decode_new(request) for request in message.new_requests]
+        phase = decode_phase(message.phase)
+        cached = CachedRequestsData()
+        if message.HasField("cached_requests"):
+            cached = self._decode_cached(message.cached_requests, phase)
+        output = SchedulerOutput(
+            step=message.step,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            finished_req_ids=finished,
+            phase=phase,
+        )
+        rows = [*cached.req_ids, *(request.req_id for request in new)]
+        self._add_counts(output, rows, message)
+        return output
+
+    def _forget(self, handle: int) -> str:
+        name = self._names.pop(handle, None)
+        if name is None:
+            raise InvalidArgumentError.of("finished_handles", handle, "a handle that was told and has not finished")
+        return name
+
+    def _decode_new(self, message: executor_pb2.NewRequestData) -> NewRequestData:
+        if message.handle != self._next_handle:
+            raise InvalidArgumentError.of("new_requests.handle", message.handle, f"{self._next_handle}, the next one")
+        self._next_handle += 1
+        spec = decode_spec(message.spec)
+        name = self._names[message.handle] = f"{spec.request_id}#{message.handle}"
+        return NewRequestData(name, spec, message.slot, list(message.block_ids), message.num_computed_tokens)
+
+    def _decode_cached(self, message: executor_pb2.CachedRequestsData, phase: Phase | None) -> CachedRequestsData:
+        if message.same_as_last_decode:
+            cached = self._advance_last_decode()
+        else:
+            cached = self._decode_rows(message)
+        _add_blocks(cached, message)
+        if phase is Phase.DECODE:
+            self._last_decode = cached
+        return cached
+
+    def _advance_last_decode(self) -> CachedRequestsData:
+        last = self._last_decode
+        if last is None:
+            raise InvalidArgumentError.of("cached_requests.same_as_last_decode", True, "false before the first decode")
+        counts = [count + 1 for count in last.num_computed_tokens]
+        return CachedRequestsData(last.req_ids, counts, [None] * len(counts))
+
+    def _decode_rows(self, message: executor_pb2.CachedRequestsData) -> CachedRequestsData:
+        names = self._names
+        try:
+            req_ids = [names[handle] for handle in message.handles]
+        except KeyError as error:
+            raise InvalidArgumentError.of(
+                "cached_requests.handles", error.args[0], "handles that were told and have not finished"
+            ) from None
+        counts = list(message.num_computed_tokens)
+        if len(counts) != len(req_ids):
+            raise InvalidArgumentError.of("cached_requests.num_computed_tokens", len(counts), f"{len(req_ids)} entries")
+        return CachedRequestsData(req_ids, counts, [None] * len(req_ids))
+
+    def _add_counts(self, output: SchedulerOutput, rows: list[str], message: executor_pb2.SchedulerOutput) -> None:
+        if output.phase is Phase.DECODE:
+            output.num_scheduled_tokens = dict.fromkeys(rows, 1)
+            output.num_scheduled_tokens_padded = output.num_scheduled_tokens
+        elif not len(rows) == len(message.num_scheduled_tokens) == len(message.num_scheduled_tokens_padded):
+            raise InvalidArgumentError.of(
+                "num_scheduled_tokens", len(message.num_scheduled_tokens), f"{len(rows)} entries"
+            )
+        else:
+            output.num_scheduled_tokens = dict(zip(rows, message.num_scheduled_tokens, strict=True))
+            output.num_scheduled_tokens_padded = dict(zip(rows, message.num_scheduled_tokens_padded, strict=True))
+        if len(output.num_scheduled_tokens) != len(rows):
+            raise InvalidArgumentError.of("cached_requests.handles", len(rows), "each request once")
+
+
+def _add_blocks(cached: CachedRequestsData, message: executor_pb2.CachedRequestsData) -> None:
+    if len(message.new_block_rows) != len(message.new_block_ids):
+        raise InvalidArgumentError.of(
+            "cached_requests.new_block_ids", len(message.new_block_ids), f"{len(message.new_block_rows)} entries"
+        )
+    for row, block_id in zip(message.new_block_rows, message.new_block_ids, strict=True):
+        if row >= len(cached.req_ids):
+            raise InvalidArgumentError.of("cached_requests.new_block_rows", row, f"[0, {len(cached.req_ids)})")
+        blocks = cached.new_block_ids[row]
+        if blocks is None:
+            cached.new_block_ids[row] = [block_id]
+        else:
+            blocks.append(block_id)
+
+
+def encode_runner_output(output: ModelRunnerOutput) -> executor_pb2.ModelRunnerOutput:
+    message = executor_pb2.ModelRunnerOutput(
+        step=output.step, sampled_token_ids=output.sampled_token_ids, failed_rows=output.failed_rows
+    )
+    for row, logprobs in enumerate(output.logprobs):
+        if logprobs is not None:
+            message.logprobs.add(row=row, logprobs=encode_logprobs(logprobs))
+    timings = output.timings
+    message.timings.queue_us = timings.queue_us
+    message.timings.device_us = timings.device_us
+    message.timings.host_us = timings.host_us
+    return message
+
+
+def decode_runner_output(message: executor_pb2.ModelRunnerOutput) -> ModelRunnerOutput:
+    """Raises InvalidArgumentError for log-probabilities of a row that is not there."""
+    tokens = list(message.sampled_token_ids)
+    logprobs: list[TokenLogprobs | None] = [None] * len(tokens) if message.logprobs else []
+    for entry in message.logprobs:
+        if entry.row >= len(tokens):
+            raise InvalidArgumentError.of("logprobs.row", entry.row, f"[0, {len(tokens)})")
+        logprobs[entry.row] = decode_logprobs(entry.logprobs)
+    timings = StepTimings(message.timings.queue_us, message.timings.device_us, message.timings.host_us)
+    return ModelRunnerOutput(message.step, tokens, logprobs, list(message.failed_rows), timings)
+
+
+def encode_spec(spec: RequestSpec) -> types_pb2.RequestSpec:
+    message = types_pb2.RequestSpec(
+        request_id=spec.request_id,
+        generation=spec.generation,
+        prompt_token_ids=spec.prompt_token_ids,
+        output_token_ids=spec.output_token_ids,
+        sampling=encode_sampling(spec.sampling),
+        priority=spec.priority,
+        cache_salt=spec.cache_salt,
+        deadline_ms=spec.deadline_ms,
+        queued_ms=spec.queued_ms,
+    )
+    if spec.trace.traceparent:
+        message.trace_context.traceparent = spec.trace.traceparent
+        message.trace_context.tracestate = spec.trace.tracestate
+    return message
+
+
+def decode_spec(message: types_pb2.RequestSpec) -> RequestSpec:
+    return RequestSpec(
+        request_id=message.request_id,
+        prompt_token_ids=list(message.prompt_token_ids),
+        sampling=decode_sampling(message.sampling),
+        generation=message.generation,
+        output_token_ids=list(message.output_token_ids),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
+        queued_ms=message.queued_ms,
+        trace=TraceContext(message.trace_context.traceparent, message.trace_context.tracestate),
+    )
+
+
+_SCALARS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def encode_sampling(params: SamplingParams) -> types_pb2.SamplingParams:
+    message = types_pb2.SamplingParams(
+        top_k=params.top_k, stop_token_ids=params.stop_token_ids, num_logprobs=params.num_logprobs
+    )
+    for name in _SCALARS:
+        setattr(message, name, getattr(params, name))
+    if params.allowed_token_ids is not None:
+        message.allowed_token_ids.SetInParent()
+        message.allowed_token_ids.token_ids.extend(params.allowed_token_ids)
+    for token_id, bias in params.logit_bias.items():
+        message.logit_bias.add(token_id=token_id, bias=bias)
+    return message
+
+
+def decode_sampling(message: types_pb2.SamplingParams) -> SamplingParams:
+    """Unset fields have the defaults of `SamplingParams`; a `top_k` of 0 or -1 is None. Values are not checked."""
+    values = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(
+        **values,
+        top_k=message.top_k if message.HasField("top_k") and message.top_k not in (0, -1) else None,
+        stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=(
+            tuple(message.allowed_token_ids.token_ids) if message.HasField("allowed_token_ids") else None
+        ),
+        logit_bias={entry.token_id: entry.bias for entry in message.logit_bias},
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+    )
+
+
+def encode_logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    return types_pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def decode_logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.token_id, message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
+
+
+def encode_model_info(model: ModelInfo) -> types_pb2.ModelInfo:
+    return types_pb2.ModelInfo(
+        fingerprint=model.fingerprint,
+        name=model.name,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_model_len=model.max_model_len,
+    )
+
+
+def decode_model_info(message: types_pb2.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        message.fingerprint, message.name, message.vocab_size, tuple(message.eos_token_ids), message.max_model_len
+    )
+
+
+def encode_executor_info(info: ExecutorInfo) -> scheduler_pb2.ExecutorInfo:
+    limits = info.limits
+    major, minor = info.protocol_version
+    return scheduler_pb2.ExecutorInfo(
+        protocol_version=types_pb2.ProtocolVersion(major=major, minor=minor),
+        executor_id=info.executor_id,
+        lease=info.lease,
+        port=info.port,
+        advertise_address=info.advertise_address,
+        model=encode_model_info(info.model),
+        limits=scheduler_pb2.ExecutorLimits(
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_batched_tokens_buckets=limits.num_batched_tokens_buckets,
+            num_seqs_buckets=limits.num_seqs_buckets,
+            decode_context_length_buckets=limits.decode_context_length_buckets,
+            max_steps_in_flight=limits.max_steps_in_flight,
+        ),
+        latencies=[
+            scheduler_pb2.GraphLatency(
+                phase=_PHASES[entry.phase], size=entry.size, context=entry.context, latency_us=entry.latency_us
+            )
+            for entry in info.latencies
+        ],
+        device=info.device,
+    )
+
+
+def decode_executor_info(message: scheduler_pb2.ExecutorInfo) -> ExecutorInfo:
+    """Raises InvalidArgumentError for a latency without a phase. Everything else is the registry's to check."""
+    limits = message.limits
+    return ExecutorInfo(
+        executor_id=message.executor_id,
+        lease=message.lease,
+        port=message.port,
+        model=decode_model_info(message.model),
+        limits=ExecutorLimits(
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_batched_tokens_buckets=tuple(limits.num_batched_tokens_buckets),
+            num_seqs_buckets=tuple(limits.num_seqs_buckets),
+            decode_context_length_buckets=tuple(limits.decode_context_length_buckets),
+            max_steps_in_flight=limits.max_steps_in_flight,
+        ),
+        latencies=tuple(_decode_latencies(message.latencies)),
+        advertise_address=message.advertise_address,
+        device=message.device,
+        protocol_version=(message.protocol_version.major, message.protocol_version.minor),
+    )
+
+
+def _decode_latencies(messages: Iterable[scheduler_pb2.GraphLatency]) -> Iterable[GraphLatency]:
+    for message in messages:
+        phase = decode_phase(message.phase)
+        if phase is None:
+            raise InvalidArgumentError.of("latencies.phase", "PHASE_UNSPECIFIED", "PHASE_PREFILL or PHASE_DECODE")
+        yield GraphLatency(phase, message.size, message.context, message.latency_us)
+
+
+def encode_usage(usage: Usage) -> types_pb2.Usage:
+    return types_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def decode_usage(message: types_pb2.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def encode_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
+    return _FINISH_REASONS[reason]
+
+
+def decode_finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
+    """Raises InvalidArgumentError for UNSPECIFIED and for values of a newer peer."""
+    try:
+        return _FINISH_REASONS_BACK[number]
+    except KeyError:
+        raise InvalidArgumentError.of("finish_reason", number, "a known reason") from None
+
+
+def encode_state(state: SchedulerState) -> types_pb2.SchedulerState.ValueType:
+    return _STATES[state]
+
+
+def decode_state(number: types_pb2.SchedulerState.ValueType) -> SchedulerState:
+    """Raises InvalidArgumentError for UNSPECIFIED and for values of a newer peer."""
+    try:
+        return _STATES_BACK[number]
+    except KeyError:
+        raise InvalidArgumentError.of("state", number, "a known state") from None
+
+
+def decode_phase(number: types_pb2.Phase.ValueType) -> Phase | None:
+    """None for UNSPECIFIED. Raises InvalidArgumentError for values of a newer peer."""
+    try:
+        return _PHASES_BACK[number]
+    except KeyError:
+        raise InvalidArgumentError.of("phase", number, "a known phase") from None

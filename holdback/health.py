@@ -1,0 +1,44 @@
+"""`grpc.health.v1` on a port of its own: the services `readiness` and `liveness`, nothing else.
+
+It runs on the process's event loop, so an answer to `liveness` means that the loop turns. `readiness` says what its
+process was last told; a process starts unready, and its health server is up before anything that takes time.
+"""
+
+from __future__ import annotations
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from holdback import rpc
+
+READINESS = "readiness"
+LIVENESS = "liveness"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class HealthServer:
+    """One process's health. Start it on the event loop that does the process's work."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._servicer = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Binds and serves; returns the port. Raises ConfigError when the port is in use."""
+        self._server = rpc.create_server()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
+        port = rpc.bind(self._server, self._host, self._port)
+        await self._servicer.set(LIVENESS, _SERVING)
+        await self._servicer.set(READINESS, _NOT_SERVING)
+        await self._server.start()
+        return port
+
+    async def set_ready(self, ready: bool) -> None:
+        await self._servicer.set(READINESS, _SERVING if ready else _NOT_SERVING)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
