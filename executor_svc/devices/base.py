@@ -10,6 +10,7 @@ it, so padding rows never touch block 0 or anybody's blocks. KV memory starts ze
 from __future__ import annotations
 
 import abc
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +29,9 @@ class GraphKey:
     Attributes:
         phase: prefill or decode.
         size: prefill bucket in tokens, or decode batch in rows.
-        context: context bucket in tokens. A device whose kernel takes the context length as data declares one graph per
-            size and times it at several contexts.
+        context: context bucket in tokens: of a prefill, what was computed before the chunk; of a decode, what is visible,
+            the row's own token included. A device whose kernel takes the context length as data declares one graph per
+            size, with `max_model_len` here, and is timed at its smallest and its largest context.
     """
 
     phase: Phase
@@ -112,9 +114,21 @@ class Device(abc.ABC):
     model: ModelInfo
     limits: ExecutorLimits
 
-    @abc.abstractmethod
     def declared_graphs(self) -> list[GraphKey]:
-        """Every graph that may ever run; all are built and timed before the executor is ready."""
+        """Every graph that may ever run; all are built and timed before the executor is ready.
+
+        One for each prefill bucket and context bucket, context 0 included, and one for each decode batch and context
+        bucket; with context as data, one for each prefill bucket and each decode batch.
+        """
+        contexts = self.limits.decode_context_length_buckets
+        prefill_contexts = (0, *contexts) if contexts else (self.model.max_model_len,)
+        decode_contexts = contexts or (self.model.max_model_len,)
+        prefills = itertools.product(self.limits.num_batched_tokens_buckets, prefill_contexts)
+        decodes = itertools.product(self.limits.num_seqs_buckets, decode_contexts)
+        return [
+            *(GraphKey(Phase.PREFILL, size, context) for size, context in prefills),
+            *(GraphKey(Phase.DECODE, size, context) for size, context in decodes),
+        ]
 
     @abc.abstractmethod
     def start_request(self, slot: int, spec: RequestSpec) -> None:
