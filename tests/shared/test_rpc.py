@@ -1,0 +1,124 @@
+"""Errors keep their meaning over the wire; ports and peers are what they say."""
+
+import inspect
+
+import grpc
+import pytest
+
+from holdback import errors, rpc
+from holdback.errors import ErrorReason, InvalidArgumentError, ResourceExhaustedError
+from holdback.v1 import errors_pb2
+
+CONCRETE = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, errors.HoldbackError) and cls is not errors.HoldbackError
+]
+
+
+def test_every_exception_has_a_status():
+    assert set(CONCRETE) == set(rpc.STATUS_CODES)
+
+
+def test_every_reason_has_a_number_of_the_same_name():
+    names = {f"ERROR_REASON_{reason.name}" for reason in ErrorReason}
+    assert names | {"ERROR_REASON_UNSPECIFIED"} == set(errors_pb2.ErrorReason.keys())
+    assert all(reason.name == reason.value for reason in ErrorReason)
+
+
+@pytest.mark.parametrize("cls", CONCRETE)
+def test_an_error_on_a_shared_stream_comes_back_as_it_was(cls):
+    error = cls("what is wrong", reason=ErrorReason.QUEUE_FULL)
+    back = rpc.decode_error(rpc.encode_error(error))
+    assert back.message == "what is wrong"
+    assert back.reason is ErrorReason.QUEUE_FULL
+    assert rpc.STATUS_CODES[type(back)] is rpc.STATUS_CODES[cls]
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Fails every call with the error it is given."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def service(self, details):
+        async def fail(request, context):
+            await rpc.abort(context, self.error)
+
+        return grpc.unary_unary_rpc_method_handler(fail)
+
+
+async def call(error):
+    server = rpc.create_server()
+    server.add_generic_rpc_handlers((Echo(error),))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/test/Call")(b"")
+            return caught.value
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.loopback
+async def test_a_status_carries_field_value_and_limit():
+    failure = await call(InvalidArgumentError.of("sampling.top_p", 1.5, "[0, 1]"))
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    back = rpc.error_from_rpc(failure)
+    assert isinstance(back, InvalidArgumentError)
+    assert (back.field, back.value, back.limit) == ("sampling.top_p", "1.5", "[0, 1]")
+    assert back.message == "sampling.top_p is 1.5; allowed: [0, 1]"
+    assert back.reason is ErrorReason.INVALID_FIELD
+
+
+@pytest.mark.loopback
+async def test_a_status_says_when_to_try_again():
+    back = rpc.error_from_rpc(await call(ResourceExhaustedError("queue is full", retry_after_s=2.5)))
+    assert isinstance(back, ResourceExhaustedError)
+    assert back.retry_after_s == 2.5
+
+
+@pytest.mark.loopback
+async def test_a_message_longer_than_a_header_may_be_is_cut_and_arrives():
+    failure = await call(errors.InternalError("x" * 100_000))
+    assert len(failure.details()) == rpc.MAX_STATUS_MESSAGE_CHARS
+
+
+@pytest.mark.loopback
+async def test_a_second_server_on_a_port_is_refused():
+    first, second = rpc.create_server(), rpc.create_server()
+    port = rpc.bind(first, "127.0.0.1", 0)
+    await first.start()
+    try:
+        with pytest.raises(errors.ConfigError, match=f"port is {port}"):
+            rpc.bind(second, "127.0.0.1", port)
+    finally:
+        await first.stop(None)
+        await second.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.1.2.3:5000", "10.1.2.3"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("ipv6:[fd00::7]:5000", "fd00::7"),
+        ("ipv6:%5B::ffff:10.1.2.3%5D:5000", "10.1.2.3"),
+    ],
+)
+def test_a_peer_address_is_parsed_and_unmapped(peer, address):
+    assert rpc.peer_ip(peer) == address
+
+
+@pytest.mark.parametrize("peer", ["unix:/tmp/socket", "", "ipv4:example.com:80"])
+def test_a_peer_without_an_ip_address_is_refused(peer):
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        rpc.peer_ip(peer)
+    assert caught.value.reason is ErrorReason.ADDRESS_NOT_ALLOWED
+
+
+def test_addresses_of_both_families_are_written_as_grpc_reads_them():
+    assert rpc.format_address("127.0.0.1", 80) == "127.0.0.1:80"
+    assert rpc.format_address("::1", 80) == "[::1]:80"
