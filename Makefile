@@ -1,6 +1,8 @@
 # Holdback: `make demo` shows it, `make test` tests it. Every target does its own set-up; see tools/environment.py.
 
-PYTHON ?= python3
+# The first Python that is new enough; the plain one, to be told so, if none is.
+PYTHON ?= $(or $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done),python3)
 # Where torch comes from: a URL; `pip` for pip's own configuration; `auto` for pip's own where it names an index, else
 # PyTorch's index of CPU builds.
 TORCH_INDEX ?= auto

@@ -13,9 +13,9 @@ Not covered: changes to pip's own configuration and new releases of unpinned dep
 `make clean` does.
 """
 
-from __future__ import annotations
-
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -23,17 +23,13 @@ import re
 import shutil
 import subprocess
 import sys
-
-OLDEST_PYTHON = (3, 11)
-if sys.version_info < OLDEST_PYTHON:
-    sys.exit(
-        "Holdback needs Python %d.%d or later; %s is %s. Name another one with: make PYTHON=python3.11 ..."
-        % (*OLDEST_PYTHON, sys.executable, sys.version.split()[0])
-    )
-
-import contextlib
-import fcntl
 from collections.abc import Callable, Iterable, Iterator
+
+# Before anything that an older Python does not understand.
+if sys.version_info < (3, 11):
+    sys.exit(
+        f"Holdback needs Python 3.11 or later; {sys.executable} is {sys.version.split()[0]}. Name one: make PYTHON=..."
+    )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
