@@ -29,8 +29,8 @@ class GraphKey:
     Attributes:
         phase: prefill or decode.
         size: prefill bucket in tokens, or decode batch in rows.
-        context: context bucket in tokens: of a prefill, what was computed before the chunk; of a decode, what is visible,
-            the row's own token included. A device whose kernel takes the context length as data declares one graph per
+        context: context bucket in tokens: of a prefill, what was computed before the chunk; of a decode, what is
+            visible, the row's own token included. A device whose kernel takes the context length as data declares one graph per
             size, with `max_model_len` here, and is timed at its smallest and its largest context.
     """
 
@@ -56,7 +56,7 @@ class SamplingInputs:
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step with static shapes. T is the prefill bucket (prefill) or the padded batch (decode); B is 1 or that batch.
+    """One step with static shapes. T is the prefill bucket or the padded batch of a decode, B is 1 or that batch.
 
     Attributes:
         key: the graph to run.
@@ -65,8 +65,8 @@ class StepInputs:
         positions: int32 [T]; prefill padding repeats the last position, decode padding rows have 0.
         slot_mapping: int32 [T], `block_id * block_size + offset` where each token's K and V go; -1 for padding.
         block_tables: int32 [B, ceil(max_model_len / block_size)]; unused entries are 0, the null block.
-        context_lens: int32 [B], tokens whose K and V are visible once this step has written its own: computed before plus
-            real tokens of the step; 0 for a padding row.
+        context_lens: int32 [B], tokens whose K and V are visible once this step has written its own: computed before
+            plus real tokens of the step; 0 for a padding row.
         num_tokens: real tokens of a prefill chunk, or real rows of a decode.
         slots: int32 [B], rows of `last_token`: read by a decode, and where the sampled token is written. Padding rows,
             and a prefill chunk that leaves tokens to compute, use row `max_num_seqs`.
