@@ -1,0 +1,99 @@
+"""`holdback up`: scheduler, executors and gateway on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pathlib
+import signal
+from collections.abc import Sequence
+
+from holdback.cli.local import LocalStack
+from holdback.errors import ConfigError, InternalError
+
+PROCESSES = ("scheduler", "executor", "gateway")
+EPILOG = """
+Any flag of a process is passed on when its name is put in front: `--executor.max-model-len 2048`,
+`--scheduler.default-max-tokens 256`, `--gateway.log-level debug`. `holdback executor --help` lists them.
+"""
+
+
+def up(argv: list[str]) -> int:
+    """Exit status: 0 after Ctrl-C or SIGTERM, 1 when a process ended by itself, 2 when one could not start."""
+    own, arguments = parse(argv)
+    try:
+        return asyncio.run(serve(arguments, own.executors))
+    except KeyboardInterrupt:
+        return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
+    """The flags of `up` itself, and the arguments of each process."""
+    parser = argparse.ArgumentParser(
+        prog="holdback up", description=__doc__, epilog=EPILOG, allow_abbrev=False, add_help=True
+    )
+    parser.add_argument(
+        "model", type=pathlib.Path, help="model directory in Hugging Face layout (holdback model import)"
+    )
+    parser.add_argument("--port", default="0", help="port of the gateway; 0 takes a free one (default)")
+    parser.add_argument("--device", default="cpu", help="device of the executors: cpu (default) or simulated")
+    parser.add_argument("--executors", type=int, default=1, help="number of executors (default 1)")
+    parser.add_argument("--name", help="model name that clients use (default: the directory's name)")
+    own, rest = parser.parse_known_args(argv)
+    if own.executors < 1:
+        raise ConfigError(f"executors is {own.executors}; allowed: 1 or more")
+    model = own.model.resolve()
+    arguments: dict[str, list[str]] = {
+        "scheduler": [],
+        "executor": ["--device", own.device, "--model", str(model)],
+        "gateway": ["--port", own.port, "--tokenizer", str(model), "--served-model-name", own.name or model.name],
+    }
+    for process, passed_on in split(rest).items():
+        arguments[process].extend(passed_on)
+    return own, arguments
+
+
+def split(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Sorts `--executor.dtype float32` and the like by process. Raises ConfigError for a flag of no process."""
+    result: dict[str, list[str]] = {process: [] for process in PROCESSES}
+    current: list[str] | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            process, dot, flag = argument.removeprefix("--").partition(".")
+            if not dot or process not in PROCESSES:
+                raise ConfigError(f"{argument} is not known; allowed: flags of up, and --PROCESS.FLAG of {PROCESSES}")
+            current = result[process]
+            current.append(f"--{flag}")
+        elif current is None:
+            raise ConfigError(f"{argument!r} follows no flag")
+        else:
+            current.append(argument)
+    return result
+
+
+async def serve(arguments: dict[str, list[str]], num_executors: int) -> int:
+    """Runs until a signal or until a process ends by itself."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait())
+    running = asyncio.create_task(_run(arguments, num_executors))
+    await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        stopping.cancel()
+        running.result()
+    running.cancel()
+    await asyncio.gather(running, stopping, return_exceptions=True)
+    return 0
+
+
+async def _run(arguments: dict[str, list[str]], num_executors: int) -> None:
+    async with LocalStack(arguments, num_executors=num_executors) as stack:
+        await stack.wait_until_ready()
+        print(f"gateway    {stack.gateway_address}  (holdback generate --address {stack.gateway_address} 'Hello!')")
+        print(f"scheduler  {stack.scheduler_address}")
+        for process in stack.processes[:2]:
+            print(f"health     127.0.0.1:{process.health_port}  ({process.name}: readiness, liveness)")
+        print("ready; Ctrl-C stops", flush=True)
+        ended = await stack.wait_until_one_ends()
+        raise InternalError(f"{ended.name} ended with status {ended.exited.result()}; everything else was stopped")
