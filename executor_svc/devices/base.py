@@ -30,8 +30,8 @@ class GraphKey:
         phase: prefill or decode.
         size: prefill bucket in tokens, or decode batch in rows.
         context: context bucket in tokens: of a prefill, what was computed before the chunk; of a decode, what is
-            visible, the row's own token included. A device whose kernel takes the context length as data declares one graph per
-            size, with `max_model_len` here, and is timed at its smallest and its largest context.
+            visible, the row's own token included. A device whose kernel takes the context length as data declares one
+            graph per size, with `max_model_len` here, and is timed at its smallest and its largest context.
     """
 
     phase: Phase

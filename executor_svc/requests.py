@@ -1,0 +1,123 @@
+"""What the executor knows of the requests that run on it: one row of numpy tables per slot.
+
+State is declared once, here, and changes in the order of a step's message: finished requests leave, new ones enter,
+blocks are appended, counts advance when the step is launched. Everything that a launched step reads is copied out of
+these tables first, so a row may be given to another request while that step still runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from executor_svc.devices.base import Int32
+from holdback.errors import InternalError
+from holdback.types import ExecutorLimits, ModelInfo, NewRequestData, RequestSpec, SamplingParams
+
+
+def refuse(field: str, value: object, allowed: str) -> InternalError:
+    """The error of a step that cannot be what a correct scheduler sends: `field is value; allowed: ...`."""
+    return InternalError(f"{field} is {value}; allowed: {allowed}")
+
+
+class RunningRequests:
+    """The requests of one lease, by name and by slot.
+
+    Attributes:
+        slots: slot of each request that runs.
+        block_tables: int32 [max_num_seqs, ceil(max_model_len / block_size)]; unused entries are 0, the null block.
+        num_blocks: int32 [max_num_seqs], used entries of each row of `block_tables`.
+        num_computed_tokens: int32 [max_num_seqs], tokens that launched steps compute, prefix hits included.
+        num_prefill_tokens: int32 [max_num_seqs], prompt and outputs that were told with the request.
+        num_outputs: int32 [max_num_seqs], outputs that exist or that a launched step samples.
+        seeds: uint64 [max_num_seqs], the bits of each request's signed seed.
+        params: by slot; None where no request is.
+    """
+
+    def __init__(self, limits: ExecutorLimits, model: ModelInfo) -> None:
+        rows = limits.max_num_seqs
+        width = -(-model.max_model_len // limits.block_size)
+        self._limits = limits
+        self._model = model
+        self.slots: dict[str, int] = {}
+        self.block_tables = np.zeros((rows, width), np.int32)
+        self.num_blocks = np.zeros(rows, np.int32)
+        self.num_computed_tokens = np.zeros(rows, np.int32)
+        self.num_prefill_tokens = np.zeros(rows, np.int32)
+        self.num_outputs = np.zeros(rows, np.int32)
+        self.seeds = np.zeros(rows, np.uint64)
+        self.params: list[SamplingParams | None] = [None] * rows
+        self._token_ids: list[Int32 | None] = [None] * rows
+
+    def slot_of(self, req_id: str) -> int:
+        """Raises InternalError for a request that is not known."""
+        slot = self.slots.get(req_id)
+        if slot is None:
+            raise refuse("request", repr(req_id), "one that was told and has not finished")
+        return slot
+
+    def prefill_token_ids(self, slot: int, start: int, end: int) -> Int32:
+        """Tokens [start, end) of the prompt and of the outputs that were told with the request: int32, a view."""
+        token_ids = self._token_ids[slot]
+        if token_ids is None:
+            raise refuse("slot", slot, "one that a request has")
+        return token_ids[start:end]
+
+    def add(self, new: NewRequestData) -> None:
+        """Enters a request. Raises InternalError for a slot, blocks, tokens or counts that cannot be right."""
+        slot, limits = new.slot, self._limits
+        if new.req_id in self.slots:
+            raise refuse("new request", repr(new.req_id), "a name that no running request has")
+        if not 0 <= slot < limits.max_num_seqs:
+            raise refuse("slot", slot, f"[0, {limits.max_num_seqs})")
+        if self.params[slot] is not None:
+            raise refuse("slot", slot, "one that no running request has")
+        token_ids = self._checked_token_ids(new.spec)
+        computed = new.num_computed_tokens
+        if not 0 <= computed < len(token_ids) or computed % limits.block_size:
+            allowed = f"a multiple of {limits.block_size} below {len(token_ids)}, the tokens to prefill"
+            raise refuse("num_computed_tokens", computed, allowed)
+        self.slots[new.req_id] = slot
+        self._token_ids[slot] = token_ids
+        self.num_blocks[slot] = 0
+        self.num_computed_tokens[slot] = computed
+        self.num_prefill_tokens[slot] = len(token_ids)
+        self.num_outputs[slot] = len(new.spec.output_token_ids)
+        self.seeds[slot] = new.spec.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.params[slot] = new.spec.sampling
+        self.append_blocks(slot, new.block_ids)
+
+    def _checked_token_ids(self, spec: RequestSpec) -> Int32:
+        length = len(spec.prompt_token_ids) + len(spec.output_token_ids)
+        if not spec.prompt_token_ids or length >= self._model.max_model_len:
+            allowed = f"at least one of the prompt, and below {self._model.max_model_len}, max_model_len"
+            raise refuse("tokens to prefill", length, allowed)
+        token_ids = np.array([*spec.prompt_token_ids, *spec.output_token_ids], np.int64)
+        outside = token_ids[(token_ids < 0) | (token_ids >= self._model.vocab_size)]
+        if outside.size:
+            raise refuse("token id", int(outside[0]), f"[0, {self._model.vocab_size})")
+        return token_ids.astype(np.int32)
+
+    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        """Appends to a request's block table. Raises InternalError for a block that is none or too many of them."""
+        used, num_blocks = int(self.num_blocks[slot]), self._limits.num_blocks
+        for block_id in block_ids:
+            if not 1 <= block_id < num_blocks:
+                raise refuse("block", block_id, f"[1, {num_blocks}); block 0 is the null block")
+        row = self.block_tables[slot]
+        if used + len(block_ids) > len(row):
+            raise refuse("blocks of one request", used + len(block_ids), f"at most {len(row)}, max_model_len")
+        row[used : used + len(block_ids)] = block_ids
+        self.num_blocks[slot] = used + len(block_ids)
+
+    def remove(self, req_id: str) -> None:
+        """Forgets a request; its slot is free. Raises InternalError for a request that is not known."""
+        slot = self.slot_of(req_id)
+        del self.slots[req_id]
+        self.params[slot] = None
+        self._token_ids[slot] = None
+        self.block_tables[slot] = 0
+        self.num_blocks[slot] = 0
+
+    def clear(self) -> None:
+        for req_id in list(self.slots):
+            self.remove(req_id)
