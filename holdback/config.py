@@ -44,7 +44,9 @@ class ServiceConfig(pydantic.BaseModel):
         except ValueError:
             raise ValueError(f"host is {self.host!r}; allowed: a literal IP address") from None
         if not address.is_loopback and not self.insecure_bind:
-            raise ValueError(f"host is {self.host}, which is not loopback; allowed without TLS: only with --insecure-bind")
+            raise ValueError(
+                f"host is {self.host}, which is not loopback; allowed without TLS: only with --insecure-bind"
+            )
         return self
 
     @classmethod
@@ -62,7 +64,9 @@ class ServiceConfig(pydantic.BaseModel):
 
     @classmethod
     def _parser(cls) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(prog=f"holdback {cls.process}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        parser = argparse.ArgumentParser(
+            prog=f"holdback {cls.process}", allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
         parser.add_argument("--config", metavar="FILE", help="YAML file with these keys, '-' written '_'")
         for name, info in cls.model_fields.items():
             flag = "--" + name.replace("_", "-")

