@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]
         prog="holdback up", description=__doc__, epilog=EPILOG, allow_abbrev=False, add_help=True
     )
     parser.add_argument(
-        "model", type=pathlib.Path, help="model directory in Hugging Face layout (holdback model import)"
+        "--model", type=pathlib.Path, required=True, help="directory in Hugging Face layout (holdback model import)"
     )
     parser.add_argument("--port", default="0", help="port of the gateway; 0 takes a free one (default)")
     parser.add_argument("--device", default="cpu", help="device of the executors: cpu (default) or simulated")
