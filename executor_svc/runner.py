@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from executor_svc.devices.base import Device, GraphKey, StepInputs
 from executor_svc.graphs import DeclaredGraphs
@@ -23,6 +24,8 @@ from executor_svc.inputs import InputBuilder
 from executor_svc.requests import RunningRequests, refuse
 from holdback.buckets import get_bucket_for_count
 from holdback.types import ModelRunnerOutput, Phase, SchedulerOutput, StepTimings
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -101,9 +104,15 @@ class NeuronModelRunner:
         while self._in_flight:
             launched = self._in_flight.popleft()
             if launched.ticket is not None:
-                self.device.collect(launched.ticket)
+                self._drop(launched)
         self.requests.clear()
         self.device.reset()
+
+    def _drop(self, launched: LaunchedStep) -> None:
+        try:
+            self.device.collect(launched.ticket)
+        except Exception:  # whatever it was, nobody waits for this step any more
+            log.warning("dropped_step_failed", step=launched.step, exc_info=True)
 
     def _apply(self, output: SchedulerOutput) -> None:
         for req_id in output.finished_req_ids:
@@ -149,7 +158,7 @@ class NeuronModelRunner:
         if len(rows) != 1:
             raise refuse("rows of a prefill", len(rows), "1")
         (req_id, num_tokens), slot = next(iter(output.num_scheduled_tokens.items())), int(rows[0])
-        size = output.num_scheduled_tokens_padded[req_id]
+        size = output.num_scheduled_tokens_padded.get(req_id, 0)
         start = int(self.requests.num_computed_tokens[slot])
         remaining = int(self.requests.num_prefill_tokens[slot]) - start
         if remaining <= 0:
@@ -162,8 +171,10 @@ class NeuronModelRunner:
         return self._inputs.build_prefill(key, slot, num_tokens)
 
     def _build_decode(self, output: SchedulerOutput, rows: npt.NDArray[np.intp]) -> StepInputs:
-        if any(count != 1 for count in output.num_scheduled_tokens.values()):
-            raise refuse("num_scheduled_tokens of a decode", max(output.num_scheduled_tokens.values()), "1 in each row")
+        for field in ("num_scheduled_tokens", "num_scheduled_tokens_padded"):
+            counts = set(getattr(output, field).values())
+            if counts != {1}:
+                raise refuse(f"{field} of a decode", sorted(counts), "1 in each row")
         computed = self.requests.num_computed_tokens[rows]
         prefilling = np.flatnonzero(computed < self.requests.num_prefill_tokens[rows])
         if prefilling.size:

@@ -1,0 +1,243 @@
+"""A device without a model: it waits as long as a graph would take and answers by arithmetic.
+
+The token after the positions 0 to n - 1 is
+
+    16 + (sum over p < n of (token_p + position_p) * (p + 1)) mod (vocab_size - 16)
+
+where token_p and position_p are what was *written* into KV memory at the place where the block table says that
+position p is. All is right when position_p is p, and then `expected_tokens` tells the answer with no device at all; a
+wrong block, a block twice, a wrong position, a token left out or a write into somebody else's block change it. Tokens
+below 16 are never the answer, so EOS ids below 16 never end a request and a test chooses when one does.
+
+What is covered: shapes (anything but a declared graph is refused), KV memory with the sink, `last_token`, order of
+steps, time, failures on demand. What is not: sampling parameters other than `num_logprobs` change nothing.
+
+To answer for 256 rows in microseconds each block keeps two sums of its content, v = token + position at offset o:
+`plain` is the sum of v, `weighted` the sum of v * (o + 1). As the j-th block of a table it adds weighted + j *
+block_size * plain. The last visible block is summed entry by entry, for it may hold old content behind the visible.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from executor_svc.devices.base import Device, GraphKey, Int32, StepInputs, StepResult
+from holdback.buckets import check_limits
+from holdback.errors import ConfigError
+from holdback.types import ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
+
+Int64 = npt.NDArray[np.int64]
+
+NUM_RESERVED_TOKENS = 16
+"""Tokens below this are never an answer."""
+
+
+def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """What a correct system answers to a prompt on the simulated device: its first `num_tokens` outputs."""
+    tokens = list(prompt_token_ids)
+    total = sum((token + p) * (p + 1) for p, token in enumerate(tokens))
+    for p in range(len(tokens), len(tokens) + num_tokens):
+        token = NUM_RESERVED_TOKENS + total % (vocab_size - NUM_RESERVED_TOKENS)
+        tokens.append(token)
+        total += (token + p) * (p + 1)
+    return tokens[len(prompt_token_ids) :]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLatencies:
+    """How long a graph takes, microseconds.
+
+    Attributes:
+        prefill_us_per_token: for each token of the bucket, padding included, for padding costs what a token costs.
+        decode_us: for a decode of any size.
+        table: for the graphs in it, instead of the two above.
+    """
+
+    prefill_us_per_token: float = 1.0
+    decode_us: int = 200
+    table: Mapping[GraphKey, int] = field(default_factory=dict)
+
+    def of(self, key: GraphKey) -> int:
+        computed = round(self.prefill_us_per_token * key.size) if key.phase is Phase.PREFILL else self.decode_us
+        return max(1, self.table.get(key, computed))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFaults:
+    """Failures on demand, each set off by a token that a step computes (in a prefill chunk, or as a decode's input).
+
+    Attributes:
+        nan_token_id: the row fails as if its logits were not finite, and every later row that can see the token.
+        error_token_id: `launch` raises RuntimeError.
+        hang_token_id: `collect` does not return until the device is closed.
+    """
+
+    nan_token_id: int | None = None
+    error_token_id: int | None = None
+    hang_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class _Ticket:
+    result: StepResult
+    done_at_s: float
+    hangs: bool
+
+
+class SimulatedDevice(Device):
+    """See the module. `launch` returns at once; the device works on one step after the other on a timeline of its own.
+
+    Raises:
+        ConfigError: limits that K1 or K2 refuse, or a vocabulary of fewer than 17 tokens.
+
+    Attributes:
+        kv_token_ids: int32 [num_blocks + 1, block_size], what was written; the last block is the sink.
+        kv_positions: int32, the same shape.
+        last_token: int32 [max_num_seqs + 1]; the last row takes what padding writes.
+    """
+
+    kind = "simulated"
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        limits: ExecutorLimits,
+        latencies: SimulatedLatencies | None = None,
+        faults: SimulatedFaults | None = None,
+    ) -> None:
+        if model.vocab_size <= NUM_RESERVED_TOKENS:
+            raise ConfigError(f"vocab_size is {model.vocab_size}; allowed: at least {NUM_RESERVED_TOKENS + 1}")
+        check_limits(limits, model.max_model_len)
+        self.model = model
+        self.limits = limits
+        self._latencies = latencies or SimulatedLatencies()
+        self._faults = faults or SimulatedFaults()
+        self._graphs = frozenset(self.declared_graphs())
+        self._closed = threading.Event()
+        self._busy_until_s = 0.0
+        num_blocks = limits.num_blocks + 1
+        self.kv_token_ids = np.zeros((num_blocks, limits.block_size), np.int32)
+        self.kv_positions = np.zeros((num_blocks, limits.block_size), np.int32)
+        self.last_token = np.zeros(limits.max_num_seqs + 1, np.int32)
+        self._plain = np.zeros(num_blocks, np.int64)
+        self._weighted = np.zeros(num_blocks, np.int64)
+        self._weights = np.arange(1, limits.block_size + 1, dtype=np.int64)
+
+    def start_request(self, slot: int, spec: RequestSpec) -> None:
+        """Nothing of a request but its tokens counts here."""
+
+    def launch(self, inputs: StepInputs) -> object:
+        self._check_shapes(inputs)
+        num_rows = 1 if inputs.key.phase is Phase.PREFILL else inputs.num_tokens
+        token_ids = self.last_token[inputs.slots] if inputs.input_ids is None else inputs.input_ids
+        computed = token_ids[: inputs.num_tokens]
+        if self._contains(computed, self._faults.error_token_id):
+            raise RuntimeError(f"the simulated device fails on token {self._faults.error_token_id}")
+        self._write(token_ids, inputs.positions, inputs.slot_mapping)
+        result = StepResult(np.zeros(0, np.int32), device_us=self._latencies.of(inputs.key))
+        if inputs.sampling is not None:
+            self._sample(inputs, num_rows, result)
+        start_s = max(time.monotonic(), self._busy_until_s)
+        self._busy_until_s = start_s + result.device_us / 1e6
+        return _Ticket(result, self._busy_until_s, self._contains(computed, self._faults.hang_token_id))
+
+    def collect(self, ticket: object) -> StepResult:
+        if not isinstance(ticket, _Ticket):
+            raise TypeError(f"ticket is {type(ticket).__name__}; allowed: what launch returned")
+        if ticket.hangs:
+            self._closed.wait()
+        time.sleep(max(0.0, ticket.done_at_s - time.monotonic()))
+        return ticket.result
+
+    def reset(self) -> None:
+        for array in (self.kv_token_ids, self.kv_positions, self.last_token, self._plain, self._weighted):
+            array.fill(0)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _check_shapes(self, inputs: StepInputs) -> None:
+        """Refuses everything that a graph compiled for `inputs.key` could not take."""
+        key = inputs.key
+        if key not in self._graphs:
+            raise ValueError(f"graph is {key}; allowed: one of the {len(self._graphs)} declared")
+        is_prefill = key.phase is Phase.PREFILL
+        num_rows = 1 if is_prefill else key.size
+        width = -(-self.model.max_model_len // self.limits.block_size)
+        arrays = [
+            ("positions", inputs.positions, (key.size,)),
+            ("slot_mapping", inputs.slot_mapping, (key.size,)),
+            ("block_tables", inputs.block_tables, (num_rows, width)),
+            ("context_lens", inputs.context_lens, (num_rows,)),
+            ("slots", inputs.slots, (num_rows,)),
+        ]
+        if inputs.input_ids is not None:
+            arrays.append(("input_ids", inputs.input_ids, (key.size,)))
+        if is_prefill is (inputs.input_ids is None):
+            raise ValueError("input_ids goes with a prefill and with nothing else")
+        for name, array, shape in arrays:
+            if array.shape != shape or array.dtype != np.int32:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}; allowed: int32 {shape}")
+
+    def _write(self, token_ids: Int32, positions: Int32, slot_mapping: Int32) -> None:
+        block_size = self.limits.block_size
+        places = np.where(slot_mapping < 0, self.limits.num_blocks * block_size, slot_mapping)
+        self.kv_token_ids.reshape(-1)[places] = token_ids
+        self.kv_positions.reshape(-1)[places] = positions
+        blocks = np.unique(places // block_size)
+        values = self.kv_token_ids[blocks].astype(np.int64) + self.kv_positions[blocks]
+        self._plain[blocks] = values.sum(axis=1)
+        self._weighted[blocks] = values @ self._weights
+
+    def _sample(self, inputs: StepInputs, num_rows: int, result: StepResult) -> None:
+        tables, lengths = inputs.block_tables[:num_rows], inputs.context_lens[:num_rows].astype(np.int64)
+        sums = self._context_sums(tables, lengths)
+        token_ids = (NUM_RESERVED_TOKENS + sums % (self.model.vocab_size - NUM_RESERVED_TOKENS)).astype(np.int32)
+        failed = self._rows_that_see(self._faults.nan_token_id, tables, lengths)
+        token_ids[failed] = 0
+        result.token_ids = token_ids
+        result.failed_rows = failed.tolist()
+        self.last_token[inputs.slots[:num_rows]] = token_ids
+        if inputs.sampling is not None:
+            params = inputs.sampling.params[:num_rows]
+            if any(row is not None and row.num_logprobs is not None for row in params):
+                result.logprobs = [_certain(row, int(token)) for row, token in zip(params, token_ids, strict=True)]
+
+    def _context_sums(self, tables: Int32, lengths: Int64) -> Int64:
+        """The sum of the module's formula for each row: int64 [rows]."""
+        block_size = self.limits.block_size
+        num_full = np.maximum(lengths - 1, 0) // block_size
+        width = int(num_full.max(initial=0))
+        full_tables, index = tables[:, :width], np.arange(width)
+        sums = self._weighted[full_tables] + index * block_size * self._plain[full_tables]
+        total: Int64 = np.where(index < num_full[:, None], sums, 0).sum(axis=1)
+        last = tables[np.arange(len(tables)), num_full]
+        values = self.kv_token_ids[last].astype(np.int64) + self.kv_positions[last]
+        places = num_full[:, None] * block_size + np.arange(block_size)
+        total += np.where(places < lengths[:, None], values * (places + 1), 0).sum(axis=1)
+        return total
+
+    def _rows_that_see(self, token_id: int | None, tables: Int32, lengths: Int64) -> npt.NDArray[np.intp]:
+        if token_id is None:
+            return np.zeros(0, np.intp)
+        seen = (self.kv_token_ids[tables] == token_id).reshape(len(tables), -1)
+        seen &= np.arange(seen.shape[1]) < lengths[:, None]
+        return np.flatnonzero(seen.any(axis=1))
+
+    @staticmethod
+    def _contains(token_ids: Int32, token_id: int | None) -> bool:
+        return token_id is not None and bool((token_ids == token_id).any())
+
+
+def _certain(params: SamplingParams | None, token_id: int) -> TokenLogprobs | None:
+    """The log-probabilities of a token that had no alternative."""
+    if params is None or params.num_logprobs is None:
+        return None
+    top = (token_id,) if params.num_logprobs else ()
+    return TokenLogprobs(token_id, 0.0, top, (0.0,) * len(top))
