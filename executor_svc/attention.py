@@ -1,0 +1,251 @@
+"""Paged attention for the models of transformers, registered there as one attention implementation.
+
+A model is called with `use_cache=False` and one more keyword argument, `holdback`, which its layers pass through to
+`paged_attention` untouched. With a `PagedContext` there, new keys and values are first written into their blocks, and
+then each query attends to what the block tables show: a chunk of a prefill sees the chunks before it and a prefix hit, a
+decode row its history.
+
+Causality goes by a token's place in its context, never by its position number. What a row may not see is selected away,
+never multiplied by zero: the null block, the sink and the rest of a last block may hold anything, NaN included, for
+their content is somebody else's.
+
+Not covered: encoder and cross attention, keys and values of different sizes, attention dropout. `model_probe` refuses a
+model that asks for any of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that everybody knows
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from executor_svc.kv_cache import KVCache
+from holdback.types import Phase
+
+IMPLEMENTATION = "holdback_paged"
+"""Name to choose with `attn_implementation`. It has no mask function, so models hand over `attention_mask=None`."""
+
+# Where the fused kernel cannot be used, scores of this many queries are held at once: [heads, 128, context].
+_QUERY_SLICE = 128
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """What one layer asks for.
+
+    Attributes:
+        layer: index of the layer, and of its KV memory.
+        query: [1, heads, T, head_dim] in a prefill, [B, heads, 1, head_dim] in a decode.
+        key: the same with `num_kv_heads`; query heads share them in groups of equal size.
+        value: as `key`.
+        scale: factor on the scores.
+        sliding_window: tokens that a query sees, itself included; None sees all.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: [heads], a score per head that takes part in the softmax and has no value.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+class AttentionContext(Protocol):
+    """What `holdback` may be: something that answers a layer's call."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Returns [1, T, heads, head_dim] or [B, 1, heads, head_dim]."""
+
+    def note(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+        """Sees what a layer passes besides, before `attend`."""
+
+
+def register() -> None:
+    """Makes `IMPLEMENTATION` known to transformers. Calling it again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    holdback: AttentionContext,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' attention layers call; see `AttentionCall` for the arguments."""
+    holdback.note(module, attention_mask, others)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return holdback.attend(AttentionCall(layer, query, key, value, scale, sliding_window, softcap, s_aux)), None
+
+
+@dataclass(slots=True)
+class PagedContext:
+    """What one step tells every layer's attention. Made afresh for each step, from the step's static-shape inputs.
+
+    Attributes:
+        cache: KV memory.
+        phase: PREFILL: T tokens of one sequence. DECODE: one token of each of B sequences.
+        rows: int64 [T] or [B], rows of the flat cache where each token's key and value go; the sink for padding.
+        block_tables: int64 [1 or B, blocks], at least as long as the longest context needs.
+        context_lens: int64 [1 or B], visible tokens, those of this step included; 0 for a padding row.
+        longest_context: the largest of `context_lens`.
+        num_tokens: real tokens of a prefill, the first of the T.
+    """
+
+    cache: KVCache
+    phase: Phase
+    rows: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    longest_context: int
+    num_tokens: int
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _hidden_rows: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Cuts the block tables to what the longest context needs: on a CPU the context length is data."""
+        blocks = -(-max(self.longest_context, 1) // self.cache.block_size)
+        self.block_tables = self.block_tables[:, :blocks]
+
+    def note(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+        """Nothing: the probe at load has seen it all."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Writes the call's keys and values, then attends."""
+        key, value = call.key.transpose(1, 2).flatten(0, 1), call.value.transpose(1, 2).flatten(0, 1)
+        self.cache.write(call.layer, self.rows, key, value)
+        return self._attend_prefill(call) if self.phase is Phase.PREFILL else self._attend_decode(call)
+
+    def _attend_prefill(self, call: AttentionCall) -> torch.Tensor:
+        """Zero for padding tokens, whose keys and values are read by nobody."""
+        num_tokens, context = self.num_tokens, self.longest_context
+        query = call.query[0, :, :num_tokens].unflatten(0, (call.num_kv_heads, call.group_size))
+        if context == num_tokens:  # nothing before this chunk: no need to read back what was written
+            key, value = call.key[0, :, :num_tokens], call.value[0, :, :num_tokens]
+        else:
+            pages = self.cache.gather(call.layer, self.block_tables)
+            key, value = (page[0, :context].transpose(0, 1) for page in pages)
+        # Query heads of a group share one key head without a copy: a dimension of size 1 that broadcasts.
+        shared = (call.num_kv_heads, call.group_size, context, key.shape[-1])
+        key, value = key[:, None].expand(shared), value[:, None].expand(shared)
+        if call.softcap is not None or call.sinks is not None:
+            attended = self._attend_in_slices(call, query, key, value)
+        elif context == num_tokens and (call.sliding_window is None or context <= call.sliding_window):
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scale)
+        else:
+            mask = self._mask(call.sliding_window)
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+        real = attended.flatten(0, 1).transpose(0, 1)[None]
+        return F.pad(real, (0, 0, 0, 0, 0, call.query.shape[2] - num_tokens))
+
+    def _attend_in_slices(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        mask = self._mask(call.sliding_window)
+        sinks = None if call.sinks is None else call.sinks.view(call.num_kv_heads, call.group_size, 1, 1)
+        parts = [
+            _attend_plainly(call, query[:, :, start : start + _QUERY_SLICE], key, value, visible, sinks)
+            for start, visible in ((start, mask[start : start + _QUERY_SLICE]) for start in range(0, len(mask), _QUERY_SLICE))
+        ]
+        return torch.cat(parts, dim=2)
+
+    def _attend_decode(self, call: AttentionCall) -> torch.Tensor:
+        batch = call.query.shape[0]
+        key, value = self.cache.gather(call.layer, self.block_tables)
+        for pages in (key, value):
+            pages.flatten(0, 1).index_fill_(0, self._hidden(), 0)
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        query = call.query.reshape(batch, call.num_kv_heads, call.group_size, -1)
+        mask = self._mask(call.sliding_window)
+        if call.softcap is None and call.sinks is None:
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+        else:
+            sinks = None if call.sinks is None else call.sinks.view(1, call.num_kv_heads, call.group_size, 1)
+            attended = _attend_plainly(call, query, key, value, mask, sinks)
+        return attended.reshape(batch, 1, call.query.shape[1], -1)
+
+    def _mask(self, sliding_window: int | None) -> torch.Tensor:
+        """True where a query may see a key: bool [num_tokens, context] in a prefill, [B, 1, 1, S] in a decode.
+
+        Made once a step for each window that its layers have.
+        """
+        if sliding_window not in self._masks:
+            make = self._prefill_mask if self.phase is Phase.PREFILL else self._decode_mask
+            self._masks[sliding_window] = make(sliding_window)
+        return self._masks[sliding_window]
+
+    def _prefill_mask(self, sliding_window: int | None) -> torch.Tensor:
+        keys = torch.arange(self.longest_context)
+        queries = keys[-self.num_tokens :, None]
+        visible = keys <= queries
+        return visible if sliding_window is None else visible & (keys > queries - sliding_window)
+
+    def _decode_mask(self, sliding_window: int | None) -> torch.Tensor:
+        # A padding row sees one key, a zero, so that its softmax is one of something.
+        lengths = self.context_lens.clamp(min=1)[:, None]
+        keys = torch.arange(self.block_tables.shape[1] * self.cache.block_size)
+        visible = keys < lengths
+        if sliding_window is not None:
+            visible &= keys >= lengths - sliding_window
+        return visible[:, None, None, :]
+
+    def _hidden(self) -> torch.Tensor:
+        """Rows of gathered pages, flattened over B and S, that hold nothing of their own sequence; int64."""
+        if self._hidden_rows is None:
+            keys = torch.arange(self.block_tables.shape[1] * self.cache.block_size)
+            self._hidden_rows = (keys >= self.context_lens[:, None]).flatten().nonzero().flatten()
+        return self._hidden_rows
+
+
+def _attend_plainly(
+    call: AttentionCall,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with capped scores or sinks, which the fused kernel does not know. Softmax in float32.
+
+    Args:
+        call: for scale and softcap.
+        query: [..., L, head_dim].
+        key: [..., S, head_dim].
+        value: as `key`.
+        mask: bool, broadcasts to [..., L, S].
+        sinks: broadcasts to [..., L, 1], or None.
+    """
+    scores = (query @ key.transpose(-1, -2)).float() * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,23 @@
+"""Commands of this package. Each imports what it needs itself, so that only the one called is loaded."""
+
+from __future__ import annotations
+
+
+def model(argv: list[str]) -> int:
+    """`holdback model import SRC DEST`."""
+    import argparse
+    import pathlib
+
+    parser = argparse.ArgumentParser(prog="holdback model", allow_abbrev=False)
+    importer = parser.add_subparsers(required=True, metavar="import").add_parser(
+        "import", help="make a model directory from a GGUF file or a Hugging Face directory", allow_abbrev=False
+    )
+    importer.add_argument("source", metavar="SRC", help="a GGUF file, a model directory, or package:NAME")
+    importer.add_argument("destination", metavar="DEST", type=pathlib.Path, help="directory to make")
+    importer.add_argument("--dtype", default="float32", help="of the weights written: float32 (default) or bfloat16")
+    arguments = parser.parse_args(argv)
+
+    from executor_svc import model_import
+
+    print(model_import.run(arguments.source, arguments.destination, arguments.dtype))
+    return 0

@@ -1,0 +1,121 @@
+"""Paged KV memory: per layer one tensor of keys and one of values, cut into blocks of `block_size` tokens.
+
+The scheduler owns the block tables; this is only the memory behind them. Block 0 is the null block: block tables are
+filled up with it, so it is gathered and masked, and never written. One block more than `num_blocks`, the last, is the
+sink: what padding tokens write goes there, and nothing reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdback.buckets import blocks_for
+from holdback.errors import ConfigError
+
+DEFAULT_KV_CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token, for keys and for values alike."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache:
+    """KV memory of all layers, zeroed.
+
+    Attributes:
+        num_blocks: usable blocks and the null block; the sink is one more.
+        block_size: tokens per block.
+        keys: per layer [num_blocks + 1, block_size, num_kv_heads, head_dim].
+        values: the same shapes.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers = list(layers)
+        self._dtype = dtype
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.reset()
+
+    @property
+    def sink_slot(self) -> int:
+        """First slot of the sink block."""
+        return self.num_blocks * self.block_size
+
+    def reset(self) -> None:
+        """Zeroes everything. New tensors rather than a fill: the kernel hands out zero pages, and only those that are
+        written ever become resident."""
+        self.keys, self.values = self._allocate(), self._allocate()
+
+    def _allocate(self) -> list[torch.Tensor]:
+        blocks, size = self.num_blocks + 1, self.block_size
+        return [
+            torch.zeros(blocks, size, layer.num_kv_heads, layer.head_dim, dtype=self._dtype) for layer in self._layers
+        ]
+
+    def rows_for(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Rows of the flat cache for `slot_mapping` (int [T]); -1 becomes the sink. int64 [T]."""
+        return torch.where(slot_mapping < 0, self.sink_slot, slot_mapping).long()
+
+    def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores one key and one value per token.
+
+        Args:
+            layer: which.
+            rows: int64 [T], as `rows_for` gives them.
+            key: [T, num_kv_heads, head_dim].
+            value: the same.
+        """
+        self.keys[layer].flatten(0, 1).index_copy_(0, rows, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, rows, value)
+
+    def gather(self, layer: int, block_tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the blocks of each row in order, each [B, blocks * block_size, num_kv_heads, head_dim].
+
+        Args:
+            layer: which.
+            block_tables: int64 [B, blocks].
+        """
+        return self._gather(self.keys[layer], block_tables), self._gather(self.values[layer], block_tables)
+
+    def _gather(self, pages: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+        # index_select copies whole blocks; indexing with the table itself takes 3 to 7 times as long.
+        found = pages.flatten(1).index_select(0, block_tables.flatten())
+        return found.view(block_tables.shape[0], -1, *pages.shape[2:])
+
+
+def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    return 2 * block_size * dtype.itemsize * sum(layer.num_kv_heads * layer.head_dim for layer in layers)
+
+
+def choose_num_blocks(
+    bytes_per_block: int, block_size: int, max_model_len: int, *, kv_cache_bytes: int | None, num_blocks: int | None
+) -> int:
+    """How many blocks to make, the null block included.
+
+    An explicit `num_blocks` or `kv_cache_bytes` is taken as it is, for K1 to refuse. Without either it is
+    `DEFAULT_KV_CACHE_BYTES`, or what one request of `max_model_len` needs where that is more.
+    """
+    if num_blocks is not None:
+        if kv_cache_bytes is not None:
+            raise ConfigError(f"num_blocks is {num_blocks} and kv_cache_bytes is {kv_cache_bytes}; allowed: one of them")
+        if num_blocks < 2:
+            raise ConfigError(f"num_blocks is {num_blocks}; allowed: at least 2, the null block and a usable one")
+        return num_blocks
+    if kv_cache_bytes is None:
+        return max(DEFAULT_KV_CACHE_BYTES // bytes_per_block, 1 + blocks_for(max_model_len, block_size))
+    if kv_cache_bytes < 2 * bytes_per_block:
+        raise ConfigError(
+            f"kv_cache_bytes is {kv_cache_bytes}; allowed: at least {2 * bytes_per_block}, two blocks of "
+            f"{block_size} tokens"
+        )
+    return kv_cache_bytes // bytes_per_block

@@ -1,0 +1,192 @@
+"""Models: decoder-only definitions of transformers, with weights from a directory in Hugging Face layout.
+
+No model definition is written or changed here. A directory holds `config.json`, `*.safetensors` (with an index where
+there are several) and the tokenizer files, which the executor never reads. Whatever is wrong with it is found before
+the executor registers, with one sentence that says what; nothing in it is executed or unpickled, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from executor_svc import attention
+from executor_svc.fingerprint import fingerprint
+from holdback.errors import ConfigError
+from holdback.types import ModelInfo
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MAX_JSON_BYTES = 16 << 20
+
+
+def parse_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of that name. Raises ConfigError for one that no device runs."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        module: the transformers model, in evaluation mode, its attention ours.
+        num_layers: decoder layers by its configuration.
+        info: what the pool must agree on.
+    """
+
+    module: Any
+    num_layers: int
+    info: ModelInfo
+
+
+def load_model(directory: pathlib.Path, dtype: str, max_model_len: int | None = None) -> LoadedModel:
+    """Loads a model to run with paged attention. Whether it can is for `model_probe` to find out.
+
+    Args:
+        directory: in Hugging Face layout.
+        dtype: "float32" or "bfloat16"; weights are cast.
+        max_model_len: lowers the model's own limit; None takes that.
+
+    Raises:
+        ConfigError: the directory is no model that can be run, or `max_model_len` is beyond the model's limit.
+    """
+    torch_dtype = parse_dtype(dtype)
+    config = read_config(directory)
+    model_len = _choose_max_model_len(config, max_model_len)
+    weights = list_weights(directory)
+    attention.register()
+    module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION)
+    text_config = module.config.get_text_config(decoder=True)
+    info = ModelInfo(
+        fingerprint=fingerprint(config, weights, dtype),
+        name=directory.resolve().name,
+        vocab_size=int(text_config.vocab_size),
+        eos_token_ids=_eos_token_ids(directory, config, int(text_config.vocab_size)),
+        max_model_len=model_len,
+    )
+    return LoadedModel(module, int(text_config.num_hidden_layers), info)
+
+
+def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
+    """The model as transformers runs it itself. Raises ConfigError as `load_model` does."""
+    read_config(directory)
+    list_weights(directory)
+    return _load_module(directory, dtype, attn_implementation="sdpa")
+
+
+def read_config(directory: pathlib.Path) -> dict[str, Any]:
+    """`config.json` of a model directory. Raises ConfigError where it says nothing that can be run."""
+    if not directory.is_dir():
+        raise ConfigError(f"model is {str(directory)!r}, which is no directory; allowed: one with config.json and weights")
+    config = _read_json(directory / "config.json")
+    for key in ("model_type", "architectures"):
+        if not config.get(key):
+            raise ConfigError(f"model is {str(directory)!r}, whose config.json has no {key}")
+    if config.get("quantization_config"):
+        raise ConfigError(f"model is {str(directory)!r}, whose weights are quantized; allowed: float weights")
+    return config
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        content = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_JSON_BYTES else None
+    except OSError as error:
+        raise ConfigError(f"model is {str(path.parent)!r}, where {path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model is {str(path.parent)!r}, whose {path.name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        limit = f"a JSON object of at most {_MAX_JSON_BYTES} bytes"
+        raise ConfigError(f"model is {str(path.parent)!r}, whose {path.name} has {size} bytes; allowed: {limit}")
+    return content
+
+
+def list_weights(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a model, each whole. Raises ConfigError when there is none, or one lacks or is cut off."""
+    index_path = directory / "model.safetensors.index.json"
+    if index_path.is_file():
+        weight_map = _read_json(index_path).get("weight_map")
+        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        raise ConfigError(f"model is {str(directory)!r}, which has no *.safetensors; allowed: weights in that form only")
+    for name in names:
+        _check_shard(directory, name)
+    return [directory / name for name in names]
+
+
+def _check_shard(directory: pathlib.Path, name: object) -> None:
+    if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+        raise ConfigError(f"model is {str(directory)!r}, whose index names the shard {name!r}; allowed: a file name")
+    if not (directory / name).is_file():
+        raise ConfigError(f"model is {str(directory)!r}, where the shard {name} is missing")
+    try:
+        with safe_open(directory / name, framework="pt"):  # reads the header and compares it with the file's size
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"model is {str(directory)!r}, where {name} is cut off or no safetensors file: {error}") from error
+
+
+def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str) -> Any:
+    try:
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"model is {str(directory)!r}, which transformers cannot load: {error}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report[problem]:
+            found = sorted(str(key) for key in report[problem])
+            shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise ConfigError(f"model is {str(directory)!r}, whose weights have {problem.replace('_', ' ')}: {shown}")
+    return module.eval().requires_grad_(False)
+
+
+def _choose_max_model_len(config: dict[str, Any], wanted: int | None) -> int:
+    text_config = config.get("text_config") or config
+    limit = text_config.get("max_position_embeddings") or text_config.get("n_positions")
+    if not isinstance(limit, int) or limit < 2:
+        if wanted is None:
+            raise ConfigError("max_model_len is not set, and config.json has no max_position_embeddings to take it from")
+        return wanted
+    limit = max(limit, _scaled_limit(text_config))
+    if wanted is None:
+        return limit
+    if not 2 <= wanted <= limit:
+        raise ConfigError(f"max_model_len is {wanted}; allowed: [2, {limit}], as the model's config.json says")
+    return wanted
+
+
+def _scaled_limit(text_config: dict[str, Any]) -> int:
+    """What RoPE scaling stretches the trained length to, where the configuration states both; else 0."""
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    return int(trained * factor) if isinstance(trained, int) and isinstance(factor, (int, float)) else 0
+
+
+def _eos_token_ids(directory: pathlib.Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Of generation_config.json, which is what `generate` goes by, else of config.json; none is allowed."""
+    path = directory / "generation_config.json"
+    generation = _read_json(path) if path.is_file() else {}
+    found = generation.get("eos_token_id")
+    if found is None:
+        found = (config.get("text_config") or config).get("eos_token_id")
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    for token_id in ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise ConfigError(f"eos_token_id is {token_id}; allowed: [0, {vocab_size}), the vocabulary of the model")
+    return tuple(dict.fromkeys(ids))
