@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,6 +110,8 @@ class SimulatedDevice(Device):
         limits: ExecutorLimits,
         latencies: SimulatedLatencies | None = None,
         faults: SimulatedFaults | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if model.vocab_size <= NUM_RESERVED_TOKENS:
             raise ConfigError(f"vocab_size is {model.vocab_size}; allowed: at least {NUM_RESERVED_TOKENS + 1}")
@@ -118,6 +120,8 @@ class SimulatedDevice(Device):
         self.limits = limits
         self._latencies = latencies or SimulatedLatencies()
         self._faults = faults or SimulatedFaults()
+        self._clock_s = clock_s
+        self._sleep = sleep
         self._graphs = frozenset(self.declared_graphs())
         self._closed = threading.Event()
         self._busy_until_s = 0.0
@@ -143,7 +147,7 @@ class SimulatedDevice(Device):
         result = StepResult(np.zeros(0, np.int32), device_us=self._latencies.of(inputs.key))
         if inputs.sampling is not None:
             self._sample(inputs, num_rows, result)
-        start_s = max(time.monotonic(), self._busy_until_s)
+        start_s = max(self._clock_s(), self._busy_until_s)
         self._busy_until_s = start_s + result.device_us / 1e6
         return _Ticket(result, self._busy_until_s, self._contains(computed, self._faults.hang_token_id))
 
@@ -152,7 +156,7 @@ class SimulatedDevice(Device):
             raise TypeError(f"ticket is {type(ticket).__name__}; allowed: what launch returned")
         if ticket.hangs:
             self._closed.wait()
-        time.sleep(max(0.0, ticket.done_at_s - time.monotonic()))
+        self._sleep(max(0.0, ticket.done_at_s - self._clock_s()))
         return ticket.result
 
     def reset(self) -> None:
