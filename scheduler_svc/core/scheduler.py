@@ -1,0 +1,376 @@
+"""Paged blocks, prefix cache, chunked prefill and the life cycle of requests, for one executor.
+
+One step is `schedule()`, run elsewhere, `update_from_output()`. `schedule()` gives every request of `running` its next
+chunk or its next token, then binds waiting requests while tokens, slots and blocks last. `update_from_output()` appends
+what was sampled and ends what is at its end. Everything is a function of the state: no clock, no I/O.
+
+A request is in exactly one place: in `waiting`, or bound, which is in `running` and `requests` with a slot and blocks.
+Between `schedule()` and its result the request runs ahead of what is known: `num_computed_tokens` counts steps in
+flight. A result is attributed by the scheduler's own record of the step; rows of requests that are no longer bound are
+thrown away.
+
+This class prefills and decodes in one batch where both are there. What the hardware needs beyond that is in
+`NeuronScheduler`; a second step in flight is in `AsyncScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import repeat
+from typing import ClassVar
+
+from holdback.errors import AlreadyExistsError, ErrorReason, InternalError, InvalidArgumentError
+from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.output import Batch, RequestUpdate, StepRecord
+from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.queue import RequestQueue, WaitingQueue
+from scheduler_svc.core.request import Request
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    """Decides the steps of one executor.
+
+    Attributes:
+        config: sizes, checked.
+        waiting: requests bound to no lane, the next one first.
+        running: bound requests in schedule order.
+        requests: bound requests by id.
+        block_pool: the executor's KV blocks.
+        prefix_cache: index of the blocks with known content.
+        max_steps_in_flight: how many steps may be scheduled and not yet updated.
+    """
+
+    max_steps_in_flight: ClassVar[int] = 1
+
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue | None = None) -> None:
+        self.config = config
+        self.waiting: WaitingQueue = RequestQueue() if waiting is None else waiting
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.prefix_cache = PrefixCache()
+        self.block_pool = BlockPool(config.num_blocks, self.prefix_cache)
+        self.max_num_seqs = config.max_num_seqs
+        self._block_size = config.block_size
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._finished_req_ids: list[str] = []
+        self._executor_must_hear = False
+        self._next_step = 0
+        self._steps: deque[StepRecord] = deque()
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds, cached ones included; never the null block."""
+        return self.block_pool.num_free
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.block_pool.num_usable
+
+    # ---- requests come and go ----
+
+    def add_request(self, request: Request) -> None:
+        """Puts a request at the end of `waiting`.
+
+        Raises:
+            AlreadyExistsError: its id is bound or waiting.
+            InvalidArgumentError: its prefill leaves no room for a token within `max_model_len` (K10).
+        """
+        if request.req_id in self.requests or request.req_id in self.waiting:
+            raise AlreadyExistsError(f"req_id is {request.req_id!r}; allowed: an id that is not in use")
+        if not 0 < request.num_prefill_tokens < self.config.max_model_len:
+            raise InvalidArgumentError.of(
+                "prompt_token_ids", f"{request.num_prefill_tokens} tokens", f"[1, {self.config.max_model_len})"
+            )
+        request.limit_length(self.config.max_model_len)
+        self.waiting.append(request)
+
+    def finish_request(self, req_id: str, reason: FinishReason) -> Request | None:
+        """Ends a request from outside, wherever it is. Slot and blocks are free at once.
+
+        A step in flight may still compute it; that row is thrown away.
+
+        Returns:
+            The request, or None when it is neither bound nor waiting.
+        """
+        request = self.requests.get(req_id)
+        if request is not None:
+            self._unbind(request)
+            self.running.remove(request)
+        else:
+            request = self.waiting.remove(req_id)
+            if request is None:
+                return None
+            self._finished_req_ids.append(req_id)
+        request.finish_reason = reason
+        return request
+
+    def release_all(self) -> list[Request]:
+        """Gives up a lost lane: nothing is bound, nothing is in flight, no block has content.
+
+        Returns:
+            Every bound request as `continuation()`, in running order. Putting each in turn in front of a queue leaves
+            the one that was bound first at its head.
+        """
+        released = [request.continuation() for request in self.running]
+        for request in self.running:
+            self._unbind(request)
+        self.running = []
+        self._steps.clear()
+        self.prefix_cache.clear()
+        self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache)
+        return released
+
+    def _unbind(self, request: Request) -> None:
+        """Takes slot and blocks; the caller takes it out of `running`. `slot` is None from here on."""
+        if request.slot is None:
+            raise InternalError(f"request {request.req_id!r} is not bound")
+        del self.requests[request.req_id]
+        self.block_pool.release(request.block_ids)
+        self._free_slots.append(request.slot)
+        request.slot = None
+        request.block_ids = []
+        self._finished_req_ids.append(request.req_id)
+        self._executor_must_hear = True
+
+    # ---- schedule ----
+
+    def schedule(self) -> SchedulerOutput:
+        """Decides the next step; it may be empty.
+
+        An output that neither schedules anything nor ends a request that the executor knows need not be sent; it
+        carries the number of the next one.
+
+        Raises:
+            RuntimeError: `max_steps_in_flight` steps are already waiting for their result.
+        """
+        if len(self._steps) >= self.max_steps_in_flight:
+            raise RuntimeError(f"schedule() with {len(self._steps)} in flight; allowed: {self.max_steps_in_flight - 1}")
+        batch = Batch()
+        self._schedule_running(batch)
+        self._schedule_waiting(batch)
+        return self._finish_step(batch)
+
+    def _schedule_running(self, batch: Batch) -> None:
+        """The row loop of a decode step; everything that a plain decode row does not need is in `_extend`."""
+        add_row, add_computed = batch.rows.append, batch.num_computed_tokens.append
+        for request in self.running:
+            num_computed = request.num_computed_tokens
+            if num_computed < request.decode_until:
+                request.num_computed_tokens = num_computed + 1
+            elif not self._extend(request, batch):
+                continue
+            add_row(request)
+            add_computed(num_computed)
+
+    def _extend(self, request: Request, batch: Batch) -> bool:
+        """Schedules a prefill chunk, or a decode token that needs a block. False when there is nothing to schedule.
+
+        Nothing is left of a request that is scheduled up to its last allowed token (K8): it keeps slot and blocks until
+        the result of that step.
+        """
+        budget = self.config.max_num_batched_tokens - batch.num_tokens
+        is_prefill = request.is_prefill
+        if is_prefill:
+            num_tokens = min(request.num_prefill_tokens - request.num_computed_tokens, budget)
+        else:
+            num_tokens = min(request.last_computed - request.num_computed_tokens, budget, 1)
+        if num_tokens <= 0:
+            return False
+        row = len(batch.rows)
+        if is_prefill:
+            batch.count_prefill(row, num_tokens)
+        new_block_ids = self._advance(request, num_tokens)
+        if new_block_ids:
+            batch.new_blocks[row] = new_block_ids
+        return True
+
+    def _advance(self, request: Request, num_tokens: int) -> list[int]:
+        """Counts tokens as computed, takes the blocks that they need, publishes the prompt blocks that they fill."""
+        block_size, start = self._block_size, request.num_computed_tokens
+        end = start + num_tokens
+        new_block_ids = self.block_pool.allocate(max(0, -(-end // block_size) - len(request.block_ids)))
+        request.block_ids += new_block_ids
+        request.num_computed_tokens = end
+        if end <= request.num_prefill_tokens and self.config.enable_prefix_caching:
+            for index in range(start // block_size, end // block_size):
+                self._publish(request, index)
+        if end == request.num_prefill_tokens:
+            self._set_outputs_until(request, end)
+        if end >= request.num_prefill_tokens:
+            request.decode_until = min(len(request.block_ids) * block_size, request.last_computed)
+        return new_block_ids
+
+    def _schedule_waiting(self, batch: Batch) -> None:
+        while len(self.running) < self.max_num_seqs and batch.num_tokens < self.config.max_num_batched_tokens:
+            request = self.waiting.peek()
+            if request is None or self._why_not_placed(request) is not None:
+                return
+            self.waiting.popleft()
+            self._bind(request, batch)
+            self.running.append(request)
+
+    def _why_not_placed(self, request: Request) -> str | None:
+        """K3: the blocks of the whole prompt must be free. A hit that is held counts as there, a free one as taken."""
+        needed = -(-request.num_prefill_tokens // self._block_size)
+        num_free = self.block_pool.num_free
+        if needed <= num_free:
+            return None
+        needed -= sum(map(self.block_pool.is_held, self._find_hit(request)))
+        if needed <= num_free:
+            return None
+        return f"the prompt needs {needed} more blocks; {num_free} of {self.num_usable_blocks} are free"
+
+    def _find_hit(self, request: Request) -> list[int]:
+        """K7: cached blocks from the first on, without a gap, that leave at least one token to compute."""
+        hit: list[int] = []
+        if not self.config.enable_prefix_caching:
+            return hit
+        for index in range((request.num_prefill_tokens - 1) // self._block_size):
+            block_id = self.prefix_cache.find(request.block_key(index, self._block_size))
+            if block_id is None:
+                break
+            hit.append(block_id)
+        return hit
+
+    def _bind(self, request: Request, batch: Batch) -> None:
+        """Gives a request its slot, its hit and its first chunk."""
+        request.limit_length(self.config.max_model_len)
+        request.slot = self._free_slots.pop()
+        self.requests[request.req_id] = request
+        # The hit is held before blocks are taken, or they could be taken from it.
+        request.block_ids = self._find_hit(request)
+        self.block_pool.hold(request.block_ids)
+        request.num_hit_blocks = len(request.block_ids)
+        num_hit_tokens = request.num_hit_blocks * self._block_size
+        request.num_computed_tokens = num_hit_tokens
+        if request.is_first_run:
+            request.num_cached_tokens = num_hit_tokens
+            self.prefix_cache.count_query(request.num_prompt_tokens, num_hit_tokens)
+        budget = self.config.max_num_batched_tokens - batch.num_tokens
+        num_tokens = min(request.num_prefill_tokens - num_hit_tokens, budget)
+        self._advance(request, num_tokens)
+        new = NewRequestData(request.req_id, request.spec, request.slot, list(request.block_ids), num_hit_tokens)
+        batch.add_new(request, new, num_tokens)
+
+    def _finish_step(self, batch: Batch) -> SchedulerOutput:
+        """Makes the message to the executor, and remembers the step until its result comes."""
+        output = batch.to_output(self._next_step, self._finished_req_ids)
+        if output.num_scheduled_tokens:
+            self._steps.append(batch.to_record(self._next_step))
+        if output.num_scheduled_tokens or self._executor_must_hear:
+            self._next_step += 1
+        self._finished_req_ids = []
+        self._executor_must_hear = False
+        return output
+
+    # ---- update ----
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> list[RequestUpdate]:
+        """Applies the result of the oldest step in flight.
+
+        Returns:
+            One update per request that the step brought something to, failed ones first, then in schedule order.
+
+        Raises:
+            InternalError: the result is not that of the oldest step in flight, or does not fit its rows. Nothing is
+                changed then.
+        """
+        if not scheduler_output.num_scheduled_tokens:
+            return []
+        record = self._take_record(scheduler_output.step, runner_output)
+        failed = (record.rows[row] for row in runner_output.failed_rows)
+        updates = [self._fail(request) for request in failed if request.slot is not None]
+        add_update = updates.append
+        rows = zip(
+            record.sampling_rows, runner_output.sampled_token_ids, runner_output.logprobs or repeat(None), strict=False
+        )
+        for request, token_id, logprobs in rows:
+            if request.slot is None:
+                continue
+            output_token_ids = request.output_token_ids
+            index = len(output_token_ids)
+            output_token_ids.append(token_id)
+            update = RequestUpdate(request.req_id, index, [token_id], None if logprobs is None else [logprobs])
+            add_update(update)
+            if index + 1 >= request.outputs_until or token_id in request.stop_ids:
+                self._settle(request, update)
+        if self._executor_must_hear:
+            self.running = [request for request in self.running if request.slot is not None]
+        return updates
+
+    def _take_record(self, step: int, runner_output: ModelRunnerOutput) -> StepRecord:
+        if not self._steps:
+            raise InternalError(f"result of step {runner_output.step} with no step in flight")
+        record = self._steps[0]
+        if not record.step == step == runner_output.step:
+            raise InternalError(f"result of step {runner_output.step} for step {step}; expected step {record.step}")
+        num_rows, num_sampling = len(record.rows), len(record.sampling_rows)
+        num_tokens, num_logprobs = len(runner_output.sampled_token_ids), len(runner_output.logprobs)
+        if num_tokens != num_sampling or num_logprobs not in (0, num_sampling):
+            raise InternalError(f"step {step}: {num_tokens} tokens, {num_logprobs} logprobs; expected {num_sampling}")
+        if not all(0 <= row < num_rows for row in runner_output.failed_rows):
+            raise InternalError(f"step {step}: failed_rows is {runner_output.failed_rows}; allowed: [0, {num_rows})")
+        return self._steps.popleft()
+
+    def _settle(self, request: Request, update: RequestUpdate) -> None:
+        """After an output that may complete a cacheable block or end the request."""
+        num_known_and_computed = request.num_tokens - 1
+        if self.config.enable_prefix_caching and num_known_and_computed > request.num_prefill_tokens:
+            num_blocks, rest = divmod(num_known_and_computed, self._block_size)
+            if not rest:
+                self._publish(request, num_blocks - 1)
+        update.finish_reason, update.stop_token_id = request.ending(update.new_token_ids[0])
+        if update.finish_reason is None:
+            self._set_outputs_until(request, num_known_and_computed)
+        else:
+            request.finish_reason = update.finish_reason
+            self._unbind(request)
+
+    def _set_outputs_until(self, request: Request, num_known_and_computed: int) -> None:
+        request.outputs_until = request.max_tokens
+        if self.config.enable_prefix_caching:
+            next_boundary = (num_known_and_computed // self._block_size + 1) * self._block_size
+            request.outputs_until = min(request.max_tokens, next_boundary - request.num_prompt_tokens + 1)
+
+    def _publish(self, request: Request, index: int) -> None:
+        self.prefix_cache.publish(request.block_ids[index], request.block_key(index, self._block_size))
+
+    def _fail(self, request: Request) -> RequestUpdate:
+        """Ends a request whose numbers are not finite, and everything that may rest on what it wrote.
+
+        Blocks that it wrote are not offered any more. Requests that hit one of them start again in front of the queue,
+        and so do those that hit a block of theirs. `requests` is in order of binding, so a reader comes after the
+        writer and one pass finds them all.
+        """
+        tainted = self._withdraw(request)
+        self._unbind(request)
+        request.finish_reason = FinishReason.ERROR
+        restarted = []
+        for reader in list(self.requests.values()):
+            if not tainted.isdisjoint(reader.block_ids[: reader.num_hit_blocks]):
+                tainted |= self._withdraw(reader)
+                self._unbind(reader)
+                restarted.append(reader.continuation())
+        for again in reversed(restarted):
+            self.waiting.appendleft(again)
+        num_outputs = len(request.output_token_ids)
+        error = ErrorReason.NUMERIC_ERROR
+        return RequestUpdate(request.req_id, num_outputs, [], finish_reason=FinishReason.ERROR, error=error)
+
+    def _withdraw(self, request: Request) -> set[int]:
+        """Takes the blocks that a request wrote out of the prefix index. Returns them."""
+        written = set(request.block_ids[request.num_hit_blocks :])
+        for block_id in written:
+            self.block_pool.forget(block_id)
+        return written
