@@ -1,7 +1,7 @@
 """Generates the Python stubs of `protos/` into `holdback/v1/`, or with `--check` tells whether they are current.
 
-    python protos/generate.py            writes holdback/v1/*_pb2.py, *_pb2_grpc.py and their .pyi
-    python protos/generate.py --check    exits 1 and names the files that differ
+python protos/generate.py            writes holdback/v1/*_pb2.py, *_pb2_grpc.py and their .pyi
+python protos/generate.py --check    exits 1 and names the files that differ
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PACKAGE = pathlib.Path("holdback") / "v1"
 def generate(destination: pathlib.Path) -> None:
     """Writes all stubs below `destination`. Raises RuntimeError when protoc refuses a file."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / PACKAGE).glob("*.proto"))
-    outputs = [f"--{kind}_out={destination}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    plugins = ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:")
+    outputs = [f"--{plugin}{destination}" for plugin in plugins]
     if protoc.main(["protoc", f"-I{PROTOS}", *outputs, *sources]) != 0:
         raise RuntimeError(f"protoc refused one of {sources}")
 
