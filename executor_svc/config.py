@@ -1,0 +1,184 @@
+"""Settings of the executor service. What it can hold and run is its own to say; the scheduler checks it and obeys."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pathlib
+import socket
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import pydantic
+
+from holdback.buckets import check_limits, get_default_num_batched_tokens_buckets, get_default_num_seqs_buckets
+from holdback.config import ServiceConfig
+from holdback.types import ExecutorLimits
+
+DEVICES = ("cpu", "simulated")
+DEFAULT_MAX_NUM_SEQS = 32
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+
+
+def _split(value: Any) -> Any:
+    """A flag or variable names several numbers as `a,b`."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+Buckets = Annotated[tuple[int, ...], pydantic.BeforeValidator(_split), pydantic.Field(min_length=1, max_length=64)]
+TokenIds = Annotated[tuple[int, ...], pydantic.BeforeValidator(_split), pydantic.Field(max_length=64)]
+
+
+class ExecutorConfig(ServiceConfig):
+    """One executor, and so one device group."""
+
+    process: ClassVar[str] = "executor"
+
+    scheduler: str = pydantic.Field(description="host:port of the scheduler to register with")
+    device: str = pydantic.Field("cpu", description=f"what runs the model: {', '.join(DEVICES)}")
+    model: pathlib.Path | None = pydantic.Field(
+        None, description="model directory; needed by every device but simulated"
+    )
+    dtype: Literal["bfloat16", "float32"] = pydantic.Field("bfloat16", description="of weights and KV memory")
+    max_model_len: int | None = pydantic.Field(
+        None, ge=2, le=2**24, description="most tokens of prompt and output together; null: the model's own limit"
+    )
+    block_size: int = pydantic.Field(16, ge=1, le=4096, description="tokens per KV block")
+    num_blocks: int | None = pydantic.Field(
+        None, ge=0, le=2**26, description="KV blocks, the unusable block 0 included; null: from kv_cache_bytes"
+    )
+    kv_cache_bytes: int | None = pydantic.Field(
+        None, ge=1, description="KV memory in bytes; null: 2 GiB, or what one request of max_model_len needs if more"
+    )
+    max_num_seqs: int | None = pydantic.Field(
+        None, ge=1, le=4096, description=f"requests at once; null: the largest decode bucket, {DEFAULT_MAX_NUM_SEQS}"
+    )
+    max_num_batched_tokens: int | None = pydantic.Field(
+        None,
+        ge=1,
+        le=2**20,
+        description=f"tokens of a prefill chunk; null: the largest prefill bucket, {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
+    )
+    num_batched_tokens_buckets: Buckets | None = pydantic.Field(
+        None, description="prefill shapes in tokens, as a,b; null: powers of two from 128"
+    )
+    num_seqs_buckets: Buckets | None = pydantic.Field(
+        None, description="decode shapes in rows, as a,b; null: powers of two from 1"
+    )
+    num_threads: int | None = pydantic.Field(
+        None, ge=1, le=1024, description="threads of the cpu device; null: all cores"
+    )
+    executor_id: str | None = pydantic.Field(
+        None, min_length=1, max_length=128, description="name for people and logs; null: host name and process id"
+    )
+    advertise_address: str = pydantic.Field(
+        "", description="literal IP that the scheduler dials instead of the one that this executor registers from"
+    )
+    drain_timeout_s: float = pydantic.Field(
+        5.0, gt=0, le=3600, description="how long a stop waits for the step that runs before the process ends anyway"
+    )
+    simulated_vocab_size: int = pydantic.Field(32_000, ge=17, le=2**20, description="simulated device: vocabulary")
+    simulated_eos_token_ids: TokenIds = pydantic.Field((2,), description="simulated device: EOS ids, as a,b")
+    simulated_fingerprint: str = pydantic.Field(
+        "simulated", min_length=1, max_length=128, description="simulated device: model fingerprint"
+    )
+    simulated_prefill_us_per_token: float = pydantic.Field(
+        1.0, ge=0, le=1e6, description="simulated device: microseconds per token of a prefill bucket"
+    )
+    simulated_decode_us: int = pydantic.Field(200, ge=0, le=60_000_000, description="simulated device: decode step")
+    simulated_nan_token_id: int | None = pydantic.Field(
+        None, ge=0, description="simulated device: the numbers of a row that sees this token are not finite"
+    )
+    simulated_error_token_id: int | None = pydantic.Field(
+        None, ge=0, description="simulated device: a step that computes this token fails"
+    )
+    simulated_hang_token_id: int | None = pydantic.Field(
+        None, ge=0, description="simulated device: a step that computes this token never ends"
+    )
+
+    @pydantic.field_validator("scheduler")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ValueError("allowed: host:port, with a port in [1, 65535]")
+        return value
+
+    @pydantic.field_validator("advertise_address")
+    @classmethod
+    def _literal_ip(cls, value: str) -> str:
+        if value:
+            try:
+                ipaddress.ip_address(value)
+            except ValueError:
+                raise ValueError("allowed: a literal IP address") from None
+        return value
+
+    @pydantic.field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if value == "neuron":
+            raise ValueError(f"this version cannot run on neuron yet; allowed: {', '.join(DEVICES)}")
+        if value not in DEVICES:
+            raise ValueError(f"allowed: {', '.join(DEVICES)}")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _device_has_what_it_needs(self) -> Self:
+        if self.device != "simulated" and self.model is None:
+            raise ValueError(f"model is required by the device {self.device}")
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError(
+                f"num_blocks is {self.num_blocks} and kv_cache_bytes is {self.kv_cache_bytes}; allowed: one of them"
+            )
+        if self.device == "simulated" and self.kv_cache_bytes is not None:
+            raise ValueError(f"kv_cache_bytes is {self.kv_cache_bytes}; allowed on the device simulated: num_blocks")
+        return self
+
+    @property
+    def name(self) -> str:
+        """`executor_id`, or host name and process id."""
+        return self.executor_id or f"{socket.gethostname()[:100]}-{os.getpid()}"
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs`, or what it follows from."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return self.num_seqs_buckets[-1] if self.num_seqs_buckets else DEFAULT_MAX_NUM_SEQS
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """`max_num_batched_tokens`, or what it follows from."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if self.num_batched_tokens_buckets:
+            return self.num_batched_tokens_buckets[-1]
+        return DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+
+def build_limits(config: ExecutorConfig, *, max_model_len: int, num_blocks: int) -> ExecutorLimits:
+    """What the device can hold and run, defaults filled in and checked before anything is loaded.
+
+    Args:
+        config: of the executor.
+        max_model_len: the configured one, or the model's.
+        num_blocks: the configured ones, or what fits the KV memory; block 0 included.
+
+    Raises:
+        ConfigError: K1 or K2 refuse it, with both numbers.
+    """
+    largest = min(config.num_batched_tokens, max_model_len)
+    limits = ExecutorLimits(
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.num_seqs,
+        max_num_batched_tokens=config.num_batched_tokens,
+        num_batched_tokens_buckets=(
+            config.num_batched_tokens_buckets or tuple(get_default_num_batched_tokens_buckets(largest))
+        ),
+        num_seqs_buckets=config.num_seqs_buckets or tuple(get_default_num_seqs_buckets(config.num_seqs)),
+    )
+    check_limits(limits, max_model_len)
+    return limits
