@@ -1,0 +1,140 @@
+"""Conversations to prompt text with the model's own chat template.
+
+Templates come from model directories only, never from a request. They run in Jinja's immutable sandbox with the
+conventions of the transformers library: `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, loop
+controls, `{% generation %}` blocks, and the special tokens by name. What a template may write is bounded; how long it
+may run is not yet, which is why `render` is a coroutine: where it runs can change without its callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError
+
+MAX_RENDERED_CHARS = 8 * 1024 * 1024
+"""More than any model takes; a template that writes more is stopped."""
+
+
+class ChatTemplate:
+    """One model's chat template."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        """Compiles the template.
+
+        Args:
+            source: Jinja source; None for a model that has no template, which refuses every conversation.
+            special_tokens: variables such as `bos_token`.
+
+        Raises:
+            ConfigError: the source is no template.
+        """
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None
+        if source is not None:
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"the chat template cannot be read: {error}") from None
+
+    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt for a conversation, special tokens written out, ready for the assistant to speak.
+
+        Raises:
+            InvalidArgumentError: there is no message, there is no template, or the template refused the messages;
+                then the error has the template's own message and the reason CHAT_TEMPLATE_FAILED.
+        """
+        if not messages:
+            raise InvalidArgumentError(
+                "chat.messages has 0 messages; allowed: at least one",
+                field="chat.messages",
+                value="0 messages",
+                limit="at least one",
+            )
+        if self._template is None:
+            raise InvalidArgumentError(
+                "chat is set, but the model has no chat template; allowed: text or token_ids",
+                field="chat",
+                value="messages",
+                limit="text or token_ids, for this model",
+                reason=ErrorReason.CHAT_TEMPLATE_FAILED,
+            )
+        return await asyncio.to_thread(self._render, self._template, [dict(message) for message in messages])
+
+    def _render(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> str:
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return _join_bounded(template.generate(**(self._special_tokens | variables)))
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _failed(str(error) or type(error).__name__) from error
+        except RecursionError:
+            raise _failed("the template calls itself too deeply") from None
+
+
+def _join_bounded(pieces: Any) -> str:
+    taken, num_chars = [], 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise _failed(f"the template writes more than {MAX_RENDERED_CHARS} characters")
+        taken.append(piece)
+    return "".join(taken)
+
+
+def _failed(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the chat template refused chat.messages: {message}",
+        field="chat.messages",
+        value="messages",
+        limit="what the model's chat template accepts",
+        reason=ErrorReason.CHAT_TEMPLATE_FAILED,
+    )
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks for training what the assistant said; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals.pop("lipsum")  # writes as much as it is asked for in one piece
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)  # local time, as templates expect it
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

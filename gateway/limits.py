@@ -1,0 +1,274 @@
+"""What a request may ask for, field by field, in one table, and the checks that need no model and those that do.
+
+Nothing is tokenized, rendered or sent before `check_generation` has passed; nothing is sent before `Checked.fit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdback import codec
+from holdback.errors import ErrorReason, InvalidArgumentError
+from holdback.types import ModelInfo, SamplingParams
+from holdback.v1 import inference_pb2, types_pb2
+
+MAX_REQUEST_ID_BYTES = 256
+MAX_MODEL_NAME_BYTES = 256
+MAX_PROMPT_BYTES = 8 * 1024 * 1024
+MAX_TOKEN_IDS = 2 * 1024 * 1024
+MAX_MESSAGES = 2048
+MAX_ROLE_BYTES = 64
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 1024
+MAX_CACHE_SALT_BYTES = 256
+MAX_TOKEN_ID_LIST = 1024
+CHOICE_SUFFIX_BYTES = len("/127")
+"""With several choices each is a request of its own, named by the id, a slash and its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A closed interval, or one that leaves out its lower end."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.excludes_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
+
+
+RANGES = {
+    "temperature": Range(0, 1000),
+    "top_p": Range(0, 1),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 10, excludes_low=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "num_logprobs": Range(0, 20),
+}
+BIAS_RANGE = Range(-100, 100)
+PRIORITY_RANGE = Range(-128, 127)
+N_RANGE = Range(1, MAX_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request whose fields are within their limits.
+
+    Attributes:
+        request_id: as sent; empty where the gateway shall make one.
+        sampling: complete but for what the request left open: `seed` where `seed_given` is false, and `max_tokens`
+            where `max_tokens_given` is false.
+        seed_given: the request named a seed.
+        max_tokens_given: the request named `max_tokens`.
+        output_token_ids: outputs that the client has already.
+    """
+
+    request_id: str
+    model: str
+    sampling: SamplingParams
+    seed_given: bool
+    max_tokens_given: bool
+    n: int
+    stop: tuple[str, ...]
+    keep_special_tokens: bool
+    echo: bool
+    priority: int
+    cache_salt: str
+    output_token_ids: tuple[int, ...]
+
+    def fit(self, prompt_token_ids: Sequence[int], model: ModelInfo, default_max_tokens: int) -> SamplingParams:
+        """The sampling parameters of this request on this model, `max_tokens` cut to what fits.
+
+        Args:
+            prompt_token_ids: the whole prompt.
+            model: of the pool.
+            default_max_tokens: for a request that names none; 0 is as much as fits.
+
+        Raises:
+            InvalidArgumentError: the prompt is empty or too long, a token id is outside the vocabulary, or
+                `min_tokens` is more than the tokens that may come.
+        """
+        check_prompt(prompt_token_ids, model)
+        self._check_vocabulary(model.vocab_size)
+        room = model.max_model_len - len(prompt_token_ids)
+        wanted = self.sampling.max_tokens if self.max_tokens_given else default_max_tokens or room
+        if self.sampling.min_tokens > wanted:
+            raise InvalidArgumentError.of(
+                "sampling.min_tokens", self.sampling.min_tokens, f"at most max_tokens, which is {wanted}"
+            )
+        max_tokens = min(wanted, room)
+        if len(self.output_token_ids) > max_tokens:
+            raise _size_error("output_token_ids", len(self.output_token_ids), "tokens", f"at most {max_tokens}")
+        return replace(self.sampling, max_tokens=max_tokens, min_tokens=min(self.sampling.min_tokens, max_tokens))
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        check_vocabulary("output_token_ids", self.output_token_ids, vocab_size)
+        check_vocabulary("sampling.stop_token_ids", self.sampling.stop_token_ids, vocab_size)
+        check_vocabulary("sampling.allowed_token_ids", self.sampling.allowed_token_ids or (), vocab_size)
+        check_vocabulary("sampling.logit_bias", self.sampling.logit_bias, vocab_size)
+
+
+def check_generation(message: inference_pb2.Generation) -> Checked:
+    """Checks all that can be checked without a model. Raises InvalidArgumentError."""
+    n = message.n if message.HasField("n") else 1
+    _check_range("n", n, N_RANGE)
+    spare = CHOICE_SUFFIX_BYTES if n > 1 else 0
+    check_bytes("model", message.model, MAX_MODEL_NAME_BYTES)
+    check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES - spare)
+    check_input(message)
+    _check_sampling(message.sampling)
+    _check_stop(message.stop)
+    _check_range("priority", message.priority, PRIORITY_RANGE)
+    check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
+    _check_resumption(message, n)
+    return Checked(
+        request_id=message.request_id,
+        model=message.model,
+        sampling=codec.decode_sampling(message.sampling),
+        seed_given=message.sampling.HasField("seed"),
+        max_tokens_given=message.sampling.HasField("max_tokens"),
+        n=n,
+        stop=tuple(message.stop),
+        keep_special_tokens=message.keep_special_tokens,
+        echo=message.echo,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        output_token_ids=tuple(message.output_token_ids),
+    )
+
+
+def check_input(message: inference_pb2.Generation | inference_pb2.TokenizeRequest) -> None:
+    """Exactly one kind of input, and not too much of it. Raises InvalidArgumentError."""
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise _unset_error("input", "one of text, chat and, to generate, token_ids")
+    if kind == "text":
+        check_bytes("text", message.text, MAX_PROMPT_BYTES)
+    elif kind == "chat":
+        _check_chat(message.chat.messages)
+    elif isinstance(message, inference_pb2.Generation):
+        check_num_tokens("token_ids", len(message.token_ids.token_ids))
+
+
+def check_prompt(prompt_token_ids: Sequence[int], model: ModelInfo) -> None:
+    """The prompt has tokens, leaves room for one more, and the model knows them. Raises InvalidArgumentError."""
+    num_tokens = len(prompt_token_ids)
+    limit = f"[1, {model.max_model_len - 1}], for max_model_len is {model.max_model_len}"
+    if num_tokens == 0:
+        raise _size_error("prompt", 0, "tokens", limit, ErrorReason.PROMPT_EMPTY)
+    if num_tokens >= model.max_model_len:
+        raise _size_error("prompt", num_tokens, "tokens", limit, ErrorReason.PROMPT_TOO_LONG)
+    check_vocabulary("token_ids", prompt_token_ids, model.vocab_size)
+
+
+def check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Every id is in the vocabulary, else the first that is not is named. Raises InvalidArgumentError."""
+    if max(token_ids, default=0) < vocab_size and min(token_ids, default=0) >= 0:
+        return
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgumentError.of(
+                f"{field}[{index}]", token_id, f"[0, {vocab_size})", reason=ErrorReason.TOKEN_OUT_OF_VOCABULARY
+            )
+
+
+def check_num_tokens(field: str, num_tokens: int) -> None:
+    """Not more ids than any request may carry. Raises InvalidArgumentError."""
+    if num_tokens > MAX_TOKEN_IDS:
+        raise _size_error(field, num_tokens, "entries", f"at most {MAX_TOKEN_IDS}")
+
+
+def check_bytes(field: str, text: str, limit: int) -> None:
+    """Text of at most `limit` bytes of UTF-8. Raises InvalidArgumentError."""
+    size = len(text) if text.isascii() else len(text.encode())
+    if size > limit:
+        raise _size_error(field, size, "bytes", f"at most {limit}")
+
+
+def _check_chat(messages: Sequence[inference_pb2.ChatMessage]) -> None:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise _size_error("chat.messages", len(messages), "messages", f"[1, {MAX_MESSAGES}]")
+    total = 0
+    for index, message in enumerate(messages):
+        if not message.role:
+            raise InvalidArgumentError.of(f"chat.messages[{index}].role", "", f"1 to {MAX_ROLE_BYTES} bytes")
+        check_bytes(f"chat.messages[{index}].role", message.role, MAX_ROLE_BYTES)
+        total += len(message.content.encode())
+    if total > MAX_PROMPT_BYTES:
+        raise _size_error("chat.messages", total, "bytes", f"at most {MAX_PROMPT_BYTES}")
+
+
+def _check_sampling(message: types_pb2.SamplingParams) -> None:
+    for name, allowed in RANGES.items():
+        if message.HasField(name):  # type: ignore[arg-type]
+            _check_range(f"sampling.{name}", getattr(message, name), allowed)
+    if message.HasField("top_k") and message.top_k < -1:
+        raise InvalidArgumentError.of("sampling.top_k", message.top_k, "at least 1; 0 or -1 for all")
+    if message.HasField("max_tokens") and message.max_tokens < 1:
+        raise InvalidArgumentError.of("sampling.max_tokens", message.max_tokens, "at least 1")
+    _check_list("sampling.stop_token_ids", message.stop_token_ids)
+    if message.HasField("allowed_token_ids"):
+        _check_list("sampling.allowed_token_ids", message.allowed_token_ids.token_ids, least=1)
+    _check_list("sampling.logit_bias", message.logit_bias)
+    _check_biases(message.logit_bias)
+
+
+def _check_biases(biases: Sequence[types_pb2.LogitBias]) -> None:
+    seen = set()
+    for index, entry in enumerate(biases):
+        _check_range(f"sampling.logit_bias[{index}].bias", entry.bias, BIAS_RANGE)
+        if entry.token_id in seen:
+            raise InvalidArgumentError.of(
+                f"sampling.logit_bias[{index}].token_id", entry.token_id, "at most one entry per token"
+            )
+        seen.add(entry.token_id)
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    _check_list("stop", stop, most=MAX_STOP_STRINGS)
+    for index, text in enumerate(stop):
+        if not text:
+            raise InvalidArgumentError.of(f"stop[{index}]", text, f"1 to {MAX_STOP_STRING_BYTES} bytes")
+        check_bytes(f"stop[{index}]", text, MAX_STOP_STRING_BYTES)
+
+
+def _check_resumption(message: inference_pb2.Generation, n: int) -> None:
+    if not message.output_token_ids:
+        return
+    check_num_tokens("output_token_ids", len(message.output_token_ids))
+    if n != 1:
+        raise InvalidArgumentError.of("n", n, "1, to resume from output_token_ids")
+    if not message.sampling.HasField("seed"):
+        raise _unset_error("sampling.seed", "the seed of the first message, to resume from output_token_ids")
+
+
+def _check_list(field: str, entries: Sequence[Any], *, least: int = 0, most: int = MAX_TOKEN_ID_LIST) -> None:
+    if not least <= len(entries) <= most:
+        raise _size_error(field, len(entries), "entries", f"[{least}, {most}]")
+
+
+def _check_range(field: str, value: float, allowed: Range) -> None:
+    if not math.isfinite(value) or value not in allowed:
+        # seven digits: a float of the wire as the caller wrote it
+        shown = float(f"{value:.7g}") if isinstance(value, float) else value
+        raise InvalidArgumentError.of(field, shown, str(allowed))
+
+
+def _size_error(
+    field: str, size: int, unit: str, limit: str, reason: ErrorReason = ErrorReason.INVALID_FIELD
+) -> InvalidArgumentError:
+    message = f"{field} has {size} {unit}; allowed: {limit}"
+    return InvalidArgumentError(message, field=field, value=f"{size} {unit}", limit=limit, reason=reason)
+
+
+def _unset_error(field: str, limit: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field} is not set; allowed: {limit}", field=field, value="not set", limit=limit)

@@ -1,0 +1,170 @@
+"""Text to token ids with the tokenizer of a model directory, off the event loop.
+
+Special tokens are added once. A prompt of plain text gets what the model's tokenizer.json adds (usually BOS, often
+nothing); if the text itself begins with the BOS string, that one counts and no second is added. A rendered chat gets
+none, for its template wrote them. As in transformers, `add_bos_token` beside a tokenizer.json means nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import tokenizers
+
+from gateway.detokenizer import TokenTable, decode
+from holdback.errors import ConfigError
+from holdback.types import ModelInfo
+
+TOKENIZER_FILE = "tokenizer.json"
+MAX_THREADS = 4
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of one pool.
+
+    Attributes:
+        table: bytes of every token, for detokenizing.
+        special_tokens: `bos_token`, `eos_token` and so on, as the directory names them; the chat template sees them.
+        chat_template: Jinja source, None where the directory has none.
+        bos_token_id: None where there is none.
+        eos_token_ids: all that the directory's files name; empty where they name none.
+        largest_token_id: of the vocabulary, added tokens included.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: dict[str, Any], chat_template: str | None) -> None:
+        config = files["tokenizer_config.json"]
+        self._backend = backend
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenizer")
+        backend.no_truncation()
+        backend.no_padding()
+        self.table = TokenTable(backend)
+        self.special_tokens = _special_tokens(config)
+        self.chat_template = chat_template
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_ids = _eos_token_ids(files, self._id_of("eos_token"))
+        self.largest_token_id = max(backend.get_vocab(with_added_tokens=True).values())
+        self._prefix, self._suffix = self._added_tokens()
+
+    @classmethod
+    def load(cls, directory: pathlib.Path) -> Tokenizer:
+        """The tokenizer in a directory of Hugging Face layout.
+
+        Raises:
+            ConfigError: the directory or a file in it is missing or is not what its name says.
+        """
+        path = directory / TOKENIZER_FILE
+        if not path.is_file():
+            raise ConfigError(f"tokenizer is {str(directory)!r}; allowed: a model directory with {TOKENIZER_FILE}")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{path}: not a tokenizer: {error}") from None
+        names = ("tokenizer_config.json", "generation_config.json", "config.json")
+        files = {name: _read_json(directory / name) for name in names}
+        return cls(backend, files, _read_chat_template(directory, files["tokenizer_config.json"]))
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, the model's special tokens added once."""
+        token_ids = await self.encode_rendered(text)
+        prefix = self._prefix
+        if self.bos_token_id is not None and token_ids[:1] == [self.bos_token_id] and prefix[-1:] == token_ids[:1]:
+            prefix = prefix[:-1]
+        return [*prefix, *token_ids, *self._suffix]
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of text that already has its special tokens, as a chat template writes it."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+
+    async def decode(self, token_ids: list[int], *, keep_special_tokens: bool = False) -> str:
+        """Text of token ids, by the rules of `detokenizer`."""
+
+        def run() -> str:
+            return decode(self.table, token_ids, keep_special_tokens=keep_special_tokens)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    def mismatch(self, model: ModelInfo) -> str | None:
+        """Why this tokenizer cannot serve the model, with the numbers; None if it can."""
+        if self.largest_token_id >= model.vocab_size:
+            return (
+                f"the tokenizer's largest token id is {self.largest_token_id}; "
+                f"allowed: below vocab_size of model {model.name!r}, which is {model.vocab_size}"
+            )
+        unknown = [token_id for token_id in model.eos_token_ids if not self.table.has_token(token_id)]
+        if unknown:
+            return f"EOS id {unknown[0]} of model {model.name!r} is no token of the tokenizer"
+        if self.eos_token_ids and model.eos_token_ids and not self.eos_token_ids & set(model.eos_token_ids):
+            return (
+                f"the EOS ids of model {model.name!r} are {sorted(model.eos_token_ids)}; "
+                f"allowed: one of the tokenizer's, which are {sorted(self.eos_token_ids)}"
+            )
+        return None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
+        """What tokenizer.json puts before and after plain text."""
+        encoding = self._backend.encode("a")
+        token_ids, is_added = encoding.ids, encoding.special_tokens_mask
+        own = [index for index, added in enumerate(is_added) if not added] or [len(token_ids)]
+        return token_ids[: own[0]], token_ids[own[-1] + 1 :]
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _eos_token_ids(files: dict[str, Any], eos_token_id: int | None) -> frozenset[int]:
+    found = set() if eos_token_id is None else {eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        value = files[name].get("eos_token_id")
+        found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    return frozenset(found)
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in an optional file; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: an object is needed, not {type(content).__name__}")
+    return content
+
+
+def _read_chat_template(directory: pathlib.Path, config: dict[str, Any]) -> str | None:
+    """A file of its own wins over the configuration; of several named templates the one called `default` is meant."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not a template: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

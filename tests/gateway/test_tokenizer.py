@@ -1,0 +1,143 @@
+"""Special tokens are added once, a directory that is none is named, a tokenizer that does not fit its model refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+import transformers
+from tokenizers import processors
+
+from gateway.tokenizer import Tokenizer
+from holdback.errors import ConfigError
+from holdback.types import ModelInfo
+from tests.gateway.small_tokenizers import KINDS, make_tokenizer, save_directory, with_bos
+
+
+def model_info(**changes: object) -> ModelInfo:
+    info = ModelInfo(fingerprint="f", name="toy", vocab_size=1000, eos_token_ids=(2,), max_model_len=64)
+    return dataclasses.replace(info, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def with_bos_tokenizer(tmp_path: pathlib.Path) -> AsyncIterator[Tokenizer]:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, with_bos(make_tokenizer("byte_level"))))
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.mark.case("B52")
+async def test_bos_is_added_once_to_text_and_not_at_all_to_a_rendered_chat(with_bos_tokenizer: Tokenizer) -> None:
+    hi = make_tokenizer("byte_level").encode("hi").ids
+    assert await with_bos_tokenizer.encode("hi") == [1, *hi]
+    assert await with_bos_tokenizer.encode_rendered("<s>hi") == [1, *hi]
+
+
+@pytest.mark.case("B52")
+async def test_a_text_that_begins_with_the_bos_string_gets_no_second_one(with_bos_tokenizer: Tokenizer) -> None:
+    hi = make_tokenizer("byte_level").encode("hi").ids
+    assert await with_bos_tokenizer.encode("<s>hi") == [1, *hi]
+    assert await with_bos_tokenizer.encode("<s><s>hi") == [1, 1, *hi]
+
+
+@pytest.mark.case("B50")
+async def test_empty_text_has_the_tokens_that_the_model_adds_and_no_others(
+    with_bos_tokenizer: Tokenizer, tmp_path: pathlib.Path
+) -> None:
+    assert await with_bos_tokenizer.encode("") == [1]
+    plain = Tokenizer.load(save_directory(tmp_path / "plain", make_tokenizer("byte_level")))
+    assert await plain.encode("") == []
+
+
+async def test_tokens_at_the_end_are_added_once_too(tmp_path: pathlib.Path) -> None:
+    backend = with_bos(make_tokenizer("byte_level"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer = Tokenizer.load(save_directory(tmp_path, backend))
+    assert await tokenizer.encode("hi") == [1, *make_tokenizer("byte_level").encode("hi").ids, 2]
+
+
+async def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: pathlib.Path) -> None:
+    backend = with_bos(make_tokenizer("byte_level"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    tokenizer = Tokenizer.load(save_directory(tmp_path, backend))
+    text = "The quick brown fox"
+    assert await tokenizer.encode(text) == [1, *make_tokenizer("byte_level").encode(text).ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
+@pytest.mark.parametrize("template_adds_bos", [False, True])
+async def test_ids_are_those_of_transformers(
+    tmp_path: pathlib.Path, kind: str, flags: dict[str, bool], template_adds_bos: bool
+) -> None:
+    backend = with_bos(make_tokenizer(kind)) if template_adds_bos else make_tokenizer(kind)
+    directory = save_directory(tmp_path, backend, tokenizer_class="PreTrainedTokenizerFast", **flags)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    ours = Tokenizer.load(directory)
+    for text in ("Hello world", "", "  two spaces", "Ünïcödé \U0001f600", "a<|end|>b", "wörd with space"):
+        assert await ours.encode(text) == theirs(text)["input_ids"], text
+
+
+def test_eos_ids_are_gathered_from_all_files(tmp_path: pathlib.Path) -> None:
+    directory = save_directory(tmp_path, make_tokenizer("byte_level"), eos_token={"content": "</s>"})
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": 3}), encoding="utf-8")
+    assert Tokenizer.load(directory).eos_token_ids == {2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 394}, "largest token id is 394; allowed: below vocab_size of model 'toy', which is 394"),
+        ({"eos_token_ids": (2, 700)}, "EOS id 700 of model 'toy' is no token"),
+        (
+            {"eos_token_ids": (3,)},
+            r"EOS ids of model 'toy' are \[3\]; allowed: one of the tokenizer's, which are \[2\]",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
+    tmp_path: pathlib.Path, changes: dict[str, object], says: str
+) -> None:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    assert re.search(says, tokenizer.mismatch(model_info(**changes)) or "")
+
+
+def test_a_model_with_room_beyond_the_tokenizer_or_without_eos_fits(tmp_path: pathlib.Path) -> None:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    assert tokenizer.mismatch(model_info(vocab_size=395)) is None
+    assert tokenizer.mismatch(model_info(eos_token_ids=())) is None
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.*tokenizer\.json"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: pathlib.Path, name: str, content: bytes) -> None:
+    directory = save_directory(tmp_path, make_tokenizer("byte_level"))
+    (directory / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name):
+        Tokenizer.load(directory)
+
+
+async def test_the_chat_template_of_its_own_file_wins_over_the_configuration(tmp_path: pathlib.Path) -> None:
+    directory = save_directory(tmp_path, make_tokenizer("byte_level"), chat_template="from the configuration")
+    assert Tokenizer.load(directory).chat_template == "from the configuration"
+    (directory / "chat_template.jinja").write_text("from the file", encoding="utf-8")
+    assert Tokenizer.load(directory).chat_template == "from the file"
+
+
+def test_of_several_named_templates_the_default_one_is_taken(tmp_path: pathlib.Path) -> None:
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    directory = save_directory(tmp_path, make_tokenizer("byte_level"), chat_template=templates)
+    assert Tokenizer.load(directory).chat_template == "plain"
