@@ -14,3 +14,19 @@ def replay(argv: list[str]) -> int:
     parser.add_argument("trace", metavar="TRACE", help="JSON file with the configuration and the events")
     print(json.dumps(replay_trace(load_trace(parser.parse_args(argv).trace))))
     return 0
+
+
+def scheduler(argv: list[str]) -> int:
+    """`holdback scheduler`: one scheduler until SIGTERM or Ctrl-C."""
+    import asyncio
+
+    from holdback.telemetry import configure_logging
+    from scheduler_svc.config import SchedulerServiceConfig
+
+    config = SchedulerServiceConfig.load(argv)
+    configure_logging(config.process, config.log_level)
+
+    from scheduler_svc.server import serve
+
+    asyncio.run(serve(config))
+    return 0

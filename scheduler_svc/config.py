@@ -1,0 +1,90 @@
+"""Settings of the scheduler service. What an executor owns (blocks, buckets, latencies) comes with its registration."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+import structlog
+
+from holdback.config import ServiceConfig
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def _split(value: Any) -> Any:
+    """A flag or variable names several values as `a,b`."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+class SchedulerServiceConfig(ServiceConfig):
+    """One scheduler, and so one pool."""
+
+    process: ClassVar[str] = "scheduler"
+
+    heartbeat_interval_s: float = pydantic.Field(
+        1.0, gt=0, le=60, description="seconds between heartbeats, both ways on each executor's registration"
+    )
+    lease_timeout_s: float = pydantic.Field(
+        5.0, gt=0, le=600, description="silence after which an executor is lost; more than heartbeat_interval_s"
+    )
+    executor_loss_timeout_s: float = pydantic.Field(
+        30.0, gt=0, le=86400, description="how long requests wait for an executor once the pool has lost its last one"
+    )
+    gateway_stall_timeout_s: float = pydantic.Field(
+        10.0, gt=0, le=600, description="how long a gateway may leave its stream unread before it is closed"
+    )
+    step_timeout_factor: float = pydantic.Field(
+        20.0, ge=1, le=1000, description="a step that takes this many times its expected time ends the lease"
+    )
+    min_step_timeout_s: float = pydantic.Field(
+        10.0, gt=0, le=3600, description="no step is given up before this many seconds"
+    )
+    executor_allowed_cidrs: Annotated[tuple[Network, ...], pydantic.BeforeValidator(_split)] = pydantic.Field(
+        (), description="networks that an executor's advertise_address may lie in, as a,b; none by default"
+    )
+    max_num_queued_reqs: int = pydantic.Field(
+        10_000, ge=1, description="requests that may wait; one more is refused with RESOURCE_EXHAUSTED"
+    )
+    max_num_queued_tokens: int = pydantic.Field(
+        10_000_000, ge=1, description="prompt tokens of all that may wait; more are refused with RESOURCE_EXHAUSTED"
+    )
+    default_max_tokens: int | None = pydantic.Field(
+        4096, ge=1, le=2**31 - 1, description="max_tokens of a request that names none; null: what fits in the context"
+    )
+    enable_prefix_caching: bool = pydantic.Field(True, description="serve equal prompt starts from cached blocks")
+    max_request_moves: int = pydantic.Field(
+        2, ge=0, le=100, description="failed steps that a request survives by moving to another executor"
+    )
+    num_state_steps: int = pydantic.Field(
+        256, ge=1, le=65_536, description="last steps that are kept of each executor, for GetState"
+    )
+    model_fingerprint: str | None = pydantic.Field(
+        None, description="the only model that executors may have; null: that of the first one"
+    )
+    max_model_len: int | None = pydantic.Field(
+        None, ge=2, description="the only max_model_len that executors may have; null: that of the first one"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _heartbeats_fit_the_lease(self) -> SchedulerServiceConfig:
+        if self.lease_timeout_s <= self.heartbeat_interval_s:
+            raise ValueError(
+                f"lease_timeout_s is {self.lease_timeout_s}; allowed: more than heartbeat_interval_s, "
+                f"which is {self.heartbeat_interval_s}"
+            )
+        return self
+
+    def warn(self) -> None:
+        """Logs what a legal setting costs (decision K11)."""
+        if self.default_max_tokens is None:
+            structlog.get_logger().warning(
+                "default_max_tokens_is_unbounded",
+                setting="default_max_tokens",
+                value=None,
+                consequence="a request without max_tokens may grow to max_model_len and counts as such in admission, "
+                "so fewer requests run at once",
+            )

@@ -1,0 +1,407 @@
+"""From one global queue to the lanes, and from the lanes back to the gateways.
+
+Binding is late: a request waits in the global queue until a lane's `schedule()` takes its first chunk, so a lane that
+joins, or a slot that gets free, helps the oldest request at once. Strictly first come, first served: only the head is
+ever offered, and to one lane: of those that accept it now, the one with the least uncached prefill time, then the
+least load. A lane with a step in flight may be that one; the head then waits for the end of that step.
+
+    submit ──> parked (model unknown) ──> GlobalQueue ──offer, bind──> Lane ──update──> ended
+                                              ^                          |
+                                              └──── executor lost ───────┘
+
+Races that are accepted: an abort may cross the last token; the request ends once, by what comes first. Everything here
+runs on the event loop between two awaits and is called by nobody else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from holdback.errors import (
+    DeadlineExceededError,
+    ErrorReason,
+    HoldbackError,
+    InternalError,
+    InvalidArgumentError,
+    RequestAbortedError,
+    ResourceExhaustedError,
+)
+from holdback.types import FinishReason, ModelInfo, RequestSpec, Usage
+from scheduler_svc.clock import Clock
+from scheduler_svc.config import SchedulerServiceConfig
+from scheduler_svc.core.output import RequestUpdate
+from scheduler_svc.core.request import Request, check_request
+from scheduler_svc.global_queue import GlobalQueue, LaneQueue
+from scheduler_svc.lane import Lane
+from scheduler_svc.pool import Pool
+from scheduler_svc.requests import Session, Submission, make_req_id, request_id_of
+
+log = structlog.get_logger(__name__)
+
+ANY_MODEL = ModelInfo(fingerprint="", name="", vocab_size=2**31, eos_token_ids=(), max_model_len=2**31)
+"""Until the pool's model is known a request is held to what every model demands; the rest is checked then."""
+
+MAX_RETRY_AFTER_S = 600.0
+MAX_QUEUED_MS = 10 * 365 * 24 * 3600 * 1000
+
+
+class Dispatcher:
+    """Every living submission, the queue, and the lanes.
+
+    Attributes:
+        queue: submissions that wait and whose model is known.
+        lanes: that serve, in order of joining.
+        num_finished: ends since start, by reason.
+    """
+
+    def __init__(self, config: SchedulerServiceConfig, pool: Pool, clock: Clock) -> None:
+        self._config = config
+        self._pool = pool
+        self._clock = clock
+        self._num_submissions = 0
+        self._submissions: dict[str, Submission] = {}
+        self._parked = GlobalQueue()
+        self._past_prefix_cache = Counter[str]()
+        self.queue = GlobalQueue()
+        self.lanes: list[Lane] = []
+        self.num_finished = Counter[FinishReason]()
+        pool.on_change(self._pool_changed)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + len(self._parked)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that the waiting requests have to prefill."""
+        return self.queue.num_tokens + self._parked.num_tokens
+
+    @property
+    def prefix_cache_counts(self) -> tuple[int, int]:
+        """Prompt tokens looked up in the prefix cache since start, and how many of them were found."""
+        caches = [lane.core.prefix_cache for lane in self.lanes]
+        past = self._past_prefix_cache
+        return past["queries"] + sum(c.queries for c in caches), past["hits"] + sum(c.hits for c in caches)
+
+    # ---- gateways ----
+
+    def submit(self, session: Session, handle: int, spec: RequestSpec, *, is_resubmission: bool = False) -> None:
+        """Takes a request, or ends its handle with the reason why not. Never raises for a bad request."""
+        try:
+            self._check_handle(session, handle)
+            replaced = session.check_identity(spec)
+            self._check(spec)
+            self._pool.check_serves()
+            if not is_resubmission:
+                self._check_room(spec)
+        except HoldbackError as error:
+            self.refuse(session, handle, spec.request_id, Usage(prompt_tokens=len(spec.prompt_token_ids)), error)
+            return
+        if replaced is not None:
+            self._end(replaced, FinishReason.ABORT, error=_replaced(spec))
+        self._add(session, handle, spec, is_resubmission)
+
+    def refuse(self, session: Session, handle: int, request_id: str, usage: Usage, error: HoldbackError) -> None:
+        """Ends the handle of a request that was not taken."""
+        log.info(
+            "request_refused",
+            request_id=request_id,
+            gateway=session.name,
+            error_reason=error.reason.value,
+            message=error.message,
+        )
+        session.outbox.ended(handle, FinishReason.ERROR, usage, error=error)
+
+    def abort(self, session: Session, request_id: str, generation: int) -> None:
+        """Ends a submission; does nothing when it is unknown, ended or of another generation."""
+        submission = session.find(request_id, generation)
+        if submission is not None:
+            self._end(submission, FinishReason.ABORT)
+
+    def end_session(self, session: Session) -> None:
+        """The gateway's stream is gone: all that is left of its requests ends now."""
+        for submission in list(session.by_handle.values()):
+            self._end(submission, FinishReason.ABORT, error=RequestAbortedError("the gateway's stream ended"))
+
+    def _check_handle(self, session: Session, handle: int) -> None:
+        """A handle names one request. Used twice it names none, so the one that has it ends with the new one."""
+        living = session.by_handle.get(handle)
+        if living is not None:
+            error = InvalidArgumentError.of("handle", handle, "one that was not used on this stream")
+            self._end(living, FinishReason.ERROR, error=error)
+            raise error
+
+    def _check(self, spec: RequestSpec) -> None:
+        if spec.deadline_ms is not None and spec.deadline_ms < 1:
+            raise InvalidArgumentError.of("spec.deadline_ms", spec.deadline_ms, ">= 1")
+        if spec.queued_ms > MAX_QUEUED_MS:
+            raise InvalidArgumentError.of("spec.queued_ms", spec.queued_ms, f"[0, {MAX_QUEUED_MS}]")
+        check_request(spec, self._pool.model or ANY_MODEL)
+
+    def _check_room(self, spec: RequestSpec) -> None:
+        num_tokens = len(spec.prompt_token_ids) + len(spec.output_token_ids)
+        if self.num_waiting >= self._config.max_num_queued_reqs:
+            full = f"max_num_queued_reqs is {self._config.max_num_queued_reqs} and {self.num_waiting} requests wait"
+        elif self.num_waiting_tokens + num_tokens > self._config.max_num_queued_tokens:
+            limit = self._config.max_num_queued_tokens
+            full = f"max_num_queued_tokens is {limit}; {self.num_waiting_tokens} wait and the request has {num_tokens}"
+        else:
+            return
+        raise ResourceExhaustedError(f"the queue is full: {full}", retry_after_s=self._retry_after_s())
+
+    def _retry_after_s(self) -> float:
+        """How long the lanes need to prefill a tenth of what waits, between 1 second and 10 minutes."""
+        if not self.lanes:
+            return min(MAX_RETRY_AFTER_S, self._config.executor_loss_timeout_s)
+        tokens_per_us = sum(1 / lane.latencies.us_per_prefill_token() for lane in self.lanes)
+        return float(min(MAX_RETRY_AFTER_S, max(1, math.ceil(self.num_waiting_tokens / 10 / tokens_per_us / 1e6))))
+
+    def _add(self, session: Session, handle: int, spec: RequestSpec, has_started: bool) -> None:
+        number, now = self._num_submissions, self._clock.now()
+        self._num_submissions += 1
+        submission = Submission(
+            req_id=make_req_id(number, spec.request_id),
+            number=number,
+            session=session,
+            handle=handle,
+            spec=spec,
+            arrived_at=now,
+            has_started=has_started,
+            queued_since=now,
+            queued_s=spec.queued_ms / 1000,
+        )
+        self._submissions[submission.req_id] = submission
+        session.add(submission)
+        if spec.deadline_ms is not None:
+            submission.deadline = self._clock.call_later(spec.deadline_ms / 1000, self._deadline_of(submission))
+        if self._pool.model is None:
+            self._parked.append(submission)
+        else:
+            self._enqueue(submission, self._pool.model)
+
+    def _deadline_of(self, submission: Submission) -> Callable[[], None]:
+        where = f"deadline_ms is {submission.spec.deadline_ms}"
+        return lambda: self._end(submission, FinishReason.ABORT, error=DeadlineExceededError(f"{where}; it has passed"))
+
+    def _enqueue(self, submission: Submission, model: ModelInfo) -> None:
+        submission.request = Request(submission.req_id, submission.spec, model.eos_token_ids)
+        self.queue.append(submission)
+        if self.queue.head is submission:
+            self._wake_chosen()
+
+    # ---- lanes ----
+
+    def new_lane_queue(self) -> LaneQueue:
+        return LaneQueue(self.queue, self._put_back)
+
+    def add_lane(self, lane: Lane) -> None:
+        """A lane joins. Raises FailedPreconditionError when its model is not the pool's."""
+        self._pool.executor_joined(lane.info.model)
+        self.lanes.append(lane)
+        self._wake_chosen()
+
+    def remove_lane(self, lane: Lane, *, is_lost: bool) -> None:
+        """Takes a lane's requests back to the front of the queue, as continuations.
+
+        Args:
+            is_lost: the lane did not end by a drain; requests of the steps in flight have moved once more.
+        """
+        self.lanes.remove(lane)
+        self._past_prefix_cache["queries"] += lane.core.prefix_cache.queries
+        self._past_prefix_cache["hits"] += lane.core.prefix_cache.hits
+        blamed = lane.req_ids_in_flight if is_lost else set()
+        moved = []
+        for request in lane.core.release_all():
+            submission = self._submissions[request.req_id]
+            self._unbind(submission, request)
+            submission.num_moves += request.req_id in blamed
+            if submission.num_moves > self._config.max_request_moves:
+                self._end(submission, FinishReason.ERROR, error=self._too_many_moves(submission))
+            else:
+                moved.append(submission)
+        self.queue.put_back(moved)
+        self._end_stranded(lane)
+        self._pool.executor_left()
+        self._wake_chosen()
+
+    def choose(self) -> Lane | None:
+        """The lane that is to take the head of the queue; None while none accepts it or nothing waits."""
+        head = self.queue.head
+        if head is None:
+            return None
+        accepting = [lane for lane in self.lanes if self.why_not(head, lane) is None]
+        if len(accepting) < 2:
+            return accepting[0] if accepting else None
+        request = head.core_request
+        return min(accepting, key=lambda lane: (lane.uncached_prefill_us(request), lane.load))
+
+    def why_not(self, submission: Submission, lane: Lane) -> str | None:
+        """Why a lane does not take a waiting request now; None when it does."""
+        if lane.is_draining:
+            return "it is draining"
+        if self._has_used_up_moves(submission) and any(
+            self._has_used_up_moves(self._submissions[request.req_id]) for request in lane.core.running
+        ):
+            return "another request there has also used up max_request_moves"
+        return lane.core.why_not(submission.core_request)
+
+    def offer(self, lane: Lane) -> None:
+        """Called by a lane before each `schedule()`."""
+        chosen = self.choose()
+        lane.queue.is_offered = chosen is lane
+        if chosen is not None and chosen is not lane:
+            chosen.wake()
+
+    def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
+        """Called by a lane after the `schedule()` that took these requests."""
+        now = self._clock.now()
+        for req_id in req_ids:
+            submission = self._submissions[req_id]
+            submission.lane = lane
+            submission.has_started = True
+            submission.queued_s += now - submission.queued_since
+            if submission.first_bound_at is None:
+                submission.first_bound_at = now
+            submission.session.outbox.started(
+                submission.handle,
+                num_cached_tokens=submission.core_request.num_cached_tokens,
+                queued_ms=round(submission.queued_s * 1000),
+                executor_id=lane.info.executor_id,
+            )
+        self._wake_chosen()
+
+    def update(self, lane: Lane, updates: Sequence[RequestUpdate]) -> None:
+        """Called by a lane with what a step brought."""
+        now = self._clock.now()
+        for update in updates:
+            submission = self._submissions[update.req_id]
+            if update.new_token_ids:
+                if submission.first_token_at is None:
+                    submission.first_token_at = now
+                submission.session.outbox.tokens(
+                    submission.handle, update.output_index, update.new_token_ids, update.logprobs
+                )
+            if update.finish_reason is not None:
+                error = None if update.error is None else _request_error(update.error, lane)
+                self._end(submission, update.finish_reason, error=error, stop_token_id=update.stop_token_id)
+
+    def _wake_chosen(self) -> None:
+        chosen = self.choose()
+        if chosen is not None:
+            chosen.wake()
+
+    def _put_back(self, request: Request) -> None:
+        """The core gives a request back: not placed after all, or to start again, as it hit blocks that turned bad."""
+        submission = self._submissions[request.req_id]
+        if submission.lane is not None:
+            self._unbind(submission, request)
+        self.queue.put_back([submission])
+
+    def _unbind(self, submission: Submission, request: Request) -> None:
+        submission.lane = None
+        submission.request = request
+        submission.queued_since = self._clock.now()
+
+    def _end_stranded(self, lane: Lane) -> None:
+        """A core that failed in the middle of an update may have lost sight of requests; their clients must not."""
+        for submission in [found for found in self._submissions.values() if found.lane is lane]:
+            self._end(submission, FinishReason.ERROR, error=InternalError("the request was lost with its lane"))
+
+    def _has_used_up_moves(self, submission: Submission) -> bool:
+        return submission.num_moves > 0 and submission.num_moves >= self._config.max_request_moves
+
+    def _too_many_moves(self, submission: Submission) -> InternalError:
+        return InternalError(
+            f"the request was part of {submission.num_moves} steps that failed or lost their executor; "
+            f"allowed: {self._config.max_request_moves} (max_request_moves)",
+            reason=ErrorReason.TOO_MANY_MOVES,
+        )
+
+    # ---- the pool and the end ----
+
+    def _pool_changed(self) -> None:
+        if self._pool.model is not None:
+            self._unpark(self._pool.model)
+        if self._pool.is_lost:
+            for submission in list(self.queue):
+                self._end(submission, FinishReason.ERROR, error=self._pool.no_executor())
+
+    def _unpark(self, model: ModelInfo) -> None:
+        """The model is known now: what waited for that is checked against it and queued."""
+        parked, self._parked = self._parked, GlobalQueue()
+        for submission in parked:
+            try:
+                check_request(submission.spec, model)
+            except HoldbackError as error:
+                self._end(submission, FinishReason.ERROR, error=error)
+            else:
+                self._enqueue(submission, model)
+
+    def _end(
+        self,
+        submission: Submission,
+        reason: FinishReason,
+        *,
+        error: HoldbackError | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """The one way out: takes the request from wherever it is, and tells the gateway once."""
+        self._take_out(submission, reason)
+        del self._submissions[submission.req_id]
+        submission.session.discard(submission)
+        if submission.deadline is not None:
+            submission.deadline.cancel()
+        self.num_finished[reason] += 1
+        submission.session.outbox.ended(
+            submission.handle, reason, submission.usage, stop_token_id=stop_token_id, error=error
+        )
+        self._log_end(submission, reason, error)
+
+    def _take_out(self, submission: Submission, reason: FinishReason) -> None:
+        """After the end of a step the core has finished it already, and `finish` finds nothing."""
+        if submission.lane is not None:
+            submission.lane.finish(submission.req_id, reason)
+            return
+        submission.queued_s += self._clock.now() - submission.queued_since
+        self._parked.remove(submission.req_id)
+        was_head = self.queue.head is submission
+        self.queue.remove(submission.req_id)
+        if was_head:
+            self._wake_chosen()
+
+    def _log_end(self, submission: Submission, reason: FinishReason, error: HoldbackError | None) -> None:
+        usage, now = submission.usage, self._clock.now()
+        log.info(
+            "request_ended",
+            request_id=request_id_of(submission.req_id),
+            gateway=submission.session.name,
+            finish_reason=reason.value,
+            error_reason=None if error is None else error.reason.value,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            queued_s=round(submission.queued_s, 6),
+            first_token_s=_since(submission.arrived_at, submission.first_token_at),
+            total_s=_since(submission.arrived_at, now),
+            num_moves=submission.num_moves,
+        )
+
+
+def _since(start: float, end: float | None) -> float | None:
+    return None if end is None else round(end - start, 6)
+
+
+def _replaced(spec: RequestSpec) -> RequestAbortedError:
+    return RequestAbortedError(
+        f"request_id {spec.request_id!r} was submitted again with generation {spec.generation}",
+        reason=ErrorReason.REPLACED_BY_NEWER_GENERATION,
+    )
+
+
+def _request_error(reason: ErrorReason, lane: Lane) -> InternalError:
+    what = "its numbers were not finite" if reason is ErrorReason.NUMERIC_ERROR else "it failed"
+    return InternalError(f"the step of this request failed on {lane.info.executor_id!r}: {what}", reason=reason)

@@ -1,0 +1,306 @@
+"""One executor's lane: schedule, execute, update, until the executor is drained or lost.
+
+    wake ──> schedule() ──> send ──> ... the executor runs ... ──> output ──> update_from_output() ──> gateways
+               ^                                                                     |
+               └─────────────────────────────────────────────────────────────────────┘
+
+The lane sleeps on one event. An output that arrives, a request offered by the dispatcher, an abort, a drain, a stream
+that ends: each sets it. Everything that changes the core runs on the event loop between two awaits, so a step is
+scheduled and applied in one piece.
+
+Whatever is wrong with a step ends the lane with an exception: the number of the step, the number of tokens, an error
+of the executor, a step that takes too long, a core that would stand still. Nothing is applied of a step that does not
+fit. The owner then takes the requests back; the executor registers again with a new lease and empty KV memory.
+
+Not here: which lane gets a request (`dispatcher`), leases and heartbeats (`executors`), the wire (`step_stream`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from holdback.errors import ErrorReason, FailedPreconditionError, InternalError
+from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, SchedulerOutput, SchedulerState
+from scheduler_svc.clock import Clock
+from scheduler_svc.config import SchedulerServiceConfig
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.neuron_scheduler import NeuronScheduler
+from scheduler_svc.core.output import RequestUpdate
+from scheduler_svc.core.request import Request
+from scheduler_svc.global_queue import LaneQueue
+from scheduler_svc.latency import LatencyTable
+
+log = structlog.get_logger(__name__)
+
+MAX_STEPS_IN_FLIGHT = 1
+"""The synchronous loop. With an asynchronous core it is 2, bounded by what the executor allows."""
+
+
+class StepSender(Protocol):
+    """Where steps go. What comes back arrives through `Lane.receive`, `Lane.drain` and `Lane.fail`."""
+
+    async def send(self, output: SchedulerOutput) -> None: ...
+
+
+class LaneOwner(Protocol):
+    """What a lane needs of the dispatcher."""
+
+    def offer(self, lane: Lane) -> None:
+        """Called before each `schedule()`: offers the head of the global queue if this lane is the one to take it."""
+
+    def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
+        """Called after a `schedule()` that took requests."""
+
+    def update(self, lane: Lane, updates: Sequence[RequestUpdate]) -> None:
+        """Called with what a step brought."""
+
+
+@dataclass(slots=True)
+class SentStep:
+    """A step as it was run, without its prompts.
+
+    Attributes:
+        step: number on the wire.
+        state: of the lane's scheduler after `schedule()`.
+        req_ids: rows in schedule order.
+        num_computed_tokens: parallel to them, before the step.
+        num_scheduled_tokens: by req_id.
+        num_scheduled_tokens_padded: by req_id.
+        sent_unix_us: wall time.
+        sent_at: clock seconds.
+        timeout_s: after which it is given up.
+        duration_us: from sending to the result; None while it runs.
+    """
+
+    step: int
+    state: SchedulerState
+    req_ids: list[str]
+    num_computed_tokens: list[int]
+    num_scheduled_tokens: dict[str, int]
+    num_scheduled_tokens_padded: dict[str, int]
+    sent_unix_us: int
+    sent_at: float
+    timeout_s: float
+    duration_us: int | None = None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    output: SchedulerOutput
+    record: SentStep
+
+
+class Lane:
+    """Drives one executor over one `Execute` stream.
+
+    Attributes:
+        info: what the executor said of itself.
+        core: decides the steps. Only this lane and, between its steps, the dispatcher call it.
+        queue: the core's view of the global queue.
+        latencies: expected times on this executor.
+        steps: the last ones, oldest first.
+        num_steps: sent so far.
+        is_draining: takes no further step; what is in flight is finished.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        queue: LaneQueue,
+        sender: StepSender,
+        owner: LaneOwner,
+        config: SchedulerServiceConfig,
+        clock: Clock,
+    ) -> None:
+        self.info = info
+        self.queue = queue
+        self.core = NeuronScheduler(scheduler_config(info, config), waiting=queue)
+        self.latencies = LatencyTable(info)
+        self.steps: deque[SentStep] = deque(maxlen=config.num_state_steps)
+        self.num_steps = 0
+        self.is_draining = False
+        self._sender = sender
+        self._owner = owner
+        self._config = config
+        self._clock = clock
+        self._in_flight: deque[_InFlight] = deque()
+        self._received: deque[ModelRunnerOutput] = deque()
+        self._failure: Exception | None = None
+        self._wakeup = asyncio.Event()
+        self._is_checked = False
+
+    @property
+    def load(self) -> float:
+        """Share of the slots in use, in [0, 1]."""
+        return len(self.core.running) / self.info.limits.max_num_seqs
+
+    @property
+    def req_ids_in_flight(self) -> set[str]:
+        """Requests of the steps that the executor has not answered."""
+        return {req_id for step in self._in_flight for req_id in step.output.num_scheduled_tokens}
+
+    def wake(self) -> None:
+        """Something may have changed for this lane."""
+        self._wakeup.set()
+
+    def receive(self, output: ModelRunnerOutput) -> None:
+        """The executor answered a step."""
+        self._received.append(output)
+        self._wakeup.set()
+
+    def drain(self, reason: str) -> None:
+        """Sends no further step; `run` returns once those in flight are applied."""
+        if not self.is_draining:
+            log.info("executor_drains", executor=self.info.executor_id, reason=reason)
+        self.is_draining = True
+        self._wakeup.set()
+
+    def fail(self, error: Exception) -> None:
+        """The stream is gone; `run` raises this after the outputs that came before."""
+        if self._failure is None:
+            self._failure = error
+        self._wakeup.set()
+
+    def finish(self, req_id: str, reason: FinishReason) -> None:
+        """Ends a request from outside: slot and blocks are free with the next `schedule()`."""
+        self.core.finish_request(req_id, reason)
+        self._wakeup.set()
+
+    def uncached_prefill_us(self, request: Request) -> int:
+        """Expected time to prefill a request here, what is cached here left out."""
+        num_cached_tokens = len(self.core._find_hit(request)) * self.info.limits.block_size
+        return self.latencies.prefill_us(request.num_prefill_tokens, num_cached_tokens)
+
+    async def run(self) -> None:
+        """Returns when drained; otherwise ends with what went wrong."""
+        while True:
+            self._apply_received()
+            if self.is_draining and not self._in_flight:
+                return
+            if self._failure is not None:
+                raise self._failure
+            await self._send_steps()
+            if not self._received:
+                await self._sleep()
+
+    def _apply_received(self) -> None:
+        while self._received:
+            output = self._received.popleft()
+            step = self._take_in_flight(output)
+            updates = self.core.update_from_output(step.output, output)
+            step.record.duration_us = round((self._clock.now() - step.record.sent_at) * 1e6)
+            self._owner.update(self, updates)
+
+    def _take_in_flight(self, output: ModelRunnerOutput) -> _InFlight:
+        if not self._in_flight or self._in_flight[0].record.step != output.step:
+            expected = f"{self._in_flight[0].record.step}" if self._in_flight else "none"
+            raise FailedPreconditionError(
+                f"output.step is {output.step}; allowed: {expected}, the oldest step in flight",
+                reason=ErrorReason.STEP_OUT_OF_ORDER,
+            )
+        self._check_contents(output, num_rows=len(self._in_flight[0].output.num_scheduled_tokens))
+        return self._in_flight.popleft()
+
+    def _check_contents(self, output: ModelRunnerOutput, num_rows: int) -> None:
+        """What the core does not check before it changes anything; it checks the number of tokens."""
+        where = f"of step {output.step}"
+        largest = max(output.sampled_token_ids, default=0)
+        if largest >= self.info.model.vocab_size:
+            limit = f"[0, {self.info.model.vocab_size})"
+            raise InternalError(f"sampled_token_ids {where} has {largest}; allowed: {limit}")
+        if any(row >= num_rows for row in output.failed_rows) or len(set(output.failed_rows)) < len(output.failed_rows):
+            raise InternalError(f"failed_rows {where} is {output.failed_rows}; allowed: [0, {num_rows}), each once")
+        if not num_rows and output.sampled_token_ids:
+            raise InternalError(f"sampled_token_ids {where} has tokens; allowed: none, the step ran no request")
+
+    async def _send_steps(self) -> None:
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and not self.is_draining:
+            output = self._schedule()
+            if output is None:
+                return
+            await self._sender.send(output)
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """The next step, noted as in flight; None when there is nothing to send."""
+        self._owner.offer(self)
+        output = self.core.schedule()
+        self.queue.is_offered = False
+        if output.scheduled_new_reqs:
+            self._owner.bind(self, [new.req_id for new in output.scheduled_new_reqs])
+        if not output.num_scheduled_tokens:
+            self._check_progress()
+            if not output.finished_req_ids:
+                return None
+        self.num_steps = output.step + 1
+        record = self._record(output)
+        self._in_flight.append(_InFlight(output, record))
+        self.steps.append(record)
+        self._is_checked = False
+        return output
+
+    def _check_progress(self) -> None:
+        """A core that has requests and schedules none would stand still for good."""
+        if self.core.running and not self._in_flight:
+            raise InternalError(f"schedule() scheduled nothing though {len(self.core.running)} requests run")
+
+    def _record(self, output: SchedulerOutput) -> SentStep:
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        expected_s = self.latencies.longest_us(output) / 1e6
+        return SentStep(
+            step=output.step,
+            state=self.core.state,
+            req_ids=[*cached.req_ids, *(row.req_id for row in new)] if new else cached.req_ids,
+            num_computed_tokens=(
+                [*cached.num_computed_tokens, *(row.num_computed_tokens for row in new)]
+                if new
+                else cached.num_computed_tokens
+            ),
+            num_scheduled_tokens=output.num_scheduled_tokens,
+            num_scheduled_tokens_padded=output.num_scheduled_tokens_padded,
+            sent_unix_us=self._clock.unix_us(),
+            sent_at=self._clock.now(),
+            timeout_s=max(self._config.min_step_timeout_s, self._config.step_timeout_factor * expected_s),
+        )
+
+    async def _sleep(self) -> None:
+        """Until something happens. Raises InternalError when the oldest step in flight takes too long."""
+        if not self._in_flight:
+            self._check_idle()
+            await self._wakeup.wait()
+        else:
+            record = self._in_flight[0].record
+            left_s = record.sent_at + record.timeout_s - self._clock.now()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                raise InternalError(
+                    f"step {record.step} has run for {record.timeout_s:g} s; allowed: less than step_timeout"
+                ) from None
+        self._wakeup.clear()
+
+    def _check_idle(self) -> None:
+        if not self._is_checked:
+            self.core.check_integrity()
+            self._is_checked = True
+
+
+def scheduler_config(info: ExecutorInfo, config: SchedulerServiceConfig) -> SchedulerConfig:
+    """The core's configuration for an executor. Raises ConfigError where K1 or K2 refuse it."""
+    limits = info.limits
+    return SchedulerConfig(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=info.model.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        num_batched_tokens_buckets=limits.num_batched_tokens_buckets,
+        num_seqs_buckets=limits.num_seqs_buckets,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )

@@ -1,0 +1,82 @@
+"""The `Execute` stream of one executor, as a lane uses it: steps go out, outputs, drains and the end come in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from holdback import codec, rpc
+from holdback.errors import HoldbackError, InternalError, UnavailableError
+from holdback.types import SchedulerOutput
+from holdback.v1 import executor_pb2, executor_pb2_grpc
+from scheduler_svc.lane import Lane
+from scheduler_svc.streams import check_protocol, protocol_version
+
+
+class StepStream:
+    """One `Execute` call. Every failure comes as a HoldbackError."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._channel = rpc.create_channel(target)
+        self._call = executor_pb2_grpc.ExecutorServiceStub(self._channel).Execute()
+        self._encoder = codec.StepEncoder()
+
+    async def open(self, lease: str, timeout_s: float) -> None:
+        """Presents the lease and waits until the executor accepts it."""
+        opening = executor_pb2.OpenExecution(lease=lease, protocol_version=protocol_version())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._write(executor_pb2.ExecuteRequest(open=opening))
+                response = await self._read()
+        except TimeoutError:
+            raise UnavailableError(
+                f"the executor did not accept Execute on {self._target} in {timeout_s:g} s"
+            ) from None
+        if response is None or response.WhichOneof("response") != "accepted":
+            raise InternalError("the executor's first message is not `accepted`")
+        check_protocol("executor", response.accepted.protocol_version)
+
+    async def send(self, output: SchedulerOutput) -> None:
+        await self._write(executor_pb2.ExecuteRequest(step=self._encoder.encode(output)))
+
+    async def receive_into(self, lane: Lane) -> None:
+        """Passes on what arrives until the stream ends; the end is a failure of the lane unless it was drained."""
+        try:
+            while (response := await self._read()) is not None:
+                self._pass_on(response, lane)
+            lane.fail(UnavailableError("the executor ended its Execute stream"))
+        except HoldbackError as error:
+            lane.fail(error)
+
+    async def close(self) -> None:
+        """Ends the call, whatever its state, and the connection."""
+        self._call.cancel()
+        await self._channel.close()
+
+    def _pass_on(self, response: executor_pb2.ExecuteResponse, lane: Lane) -> None:
+        kind = response.WhichOneof("response")
+        if kind == "output":
+            lane.receive(codec.decode_runner_output(response.output))
+        elif kind == "draining":
+            lane.drain(response.draining.reason)
+        else:
+            raise InternalError(f"a message of an Execute stream is {kind}; allowed: output or draining")
+
+    async def _write(self, request: executor_pb2.ExecuteRequest) -> None:
+        try:
+            await self._call.write(request)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_rpc(error) from error
+        except asyncio.InvalidStateError as error:
+            raise UnavailableError("the Execute stream has ended") from error
+
+    async def _read(self) -> executor_pb2.ExecuteResponse | None:
+        """None at the end of the stream."""
+        try:
+            response: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_rpc(error) from error
+        return None if response is grpc.aio.EOF else response
