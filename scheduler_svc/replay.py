@@ -1,9 +1,9 @@
 """Runs a recorded trace through the scheduler, with an executor that answers by arithmetic.
 
-A trace is a configuration and a list of events: requests that arrive, aborts, steps. Tokens follow from the request's id
-and the number of the output, so the result is a function of the trace alone and can be compared with one recorded
-elsewhere. With one step in flight a step is `schedule()` and its update; with two it is `schedule()` and the update of
-the step before.
+A trace is a configuration and a list of events: requests that arrive, aborts, steps. Tokens follow from the id of the
+request and the number of the output, so the result is a function of the trace alone and can be compared with one
+recorded elsewhere. With one step in flight a step is `schedule()` and its update; with two it is `schedule()` and the
+update of the step before.
 
 Not here: time, transport, more than one executor, and every policy that is not the specification's.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,19 +78,71 @@ def replay_trace(trace: Json) -> Json:
     except ConfigError as error:
         return {"init": None, "error": error.message, "unfinished": [], "steps": []}
     except (KeyError, TypeError) as error:
-        raise InvalidArgumentError.of(
-            "config", str(trace.get("config")), f"the fields of a trace ({error!r})"
-        ) from error
+        raise InvalidArgumentError.of("config", trace.get("config"), f"the fields of a trace ({error!r})") from error
     replay = Replay(NeuronAsyncScheduler(scheduler_config) if is_async else NeuronScheduler(scheduler_config))
     init = replay.describe_start()
-    for index, event in enumerate(trace["events"]):
+    for index, fields in enumerate(trace["events"]):
         try:
-            replay.run_event(event)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError.of(f"events[{index}]", str(event), f"an event of a trace ({error!r})") from error
+            event = read_event(fields, scheduler_config.max_model_len)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            limit = f"an event of a trace ({error!r})"
+            raise InvalidArgumentError.of(f"events[{index}]", str(fields), limit) from error
+        replay.run_event(event)
     scheduler = replay.scheduler
     unfinished = [request.req_id for request in (*scheduler.running, *scheduler.waiting)]
     return {"init": init, "error": None, "unfinished": unfinished, "steps": replay.steps}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a trace: a request that arrives, or an abort, or steps.
+
+    Attributes:
+        request: that arrives.
+        planned: its outputs that are fixed: number, from 1, to token.
+        aborted: id of the request to abort.
+        num_steps: steps to run.
+    """
+
+    request: Request | None = None
+    planned: Mapping[int, int] = field(default_factory=dict)
+    aborted: str | None = None
+    num_steps: int = 0
+
+
+def read_event(fields: Mapping[str, Any], max_model_len: int) -> Event:
+    if "add" in fields:
+        return _read_add(fields["add"], max_model_len)
+    if "abort" in fields:
+        return Event(aborted=str(fields["abort"]))
+    return Event(num_steps=int(fields["step"].get("n", 1)))
+
+
+def _read_add(add: Mapping[str, Any], max_model_len: int) -> Event:
+    eos_token_id = int(add.get("eos_token_id", DEFAULT_EOS_TOKEN_ID))
+    stop_token_ids = tuple(add.get("stop_token_ids") or ())
+    sampling = SamplingParams(
+        max_tokens=int(add["max_tokens"]), ignore_eos=bool(add.get("ignore_eos")), stop_token_ids=stop_token_ids
+    )
+    planned = {}
+    if add.get("stop_at") is not None:
+        planned[int(add["stop_at"])] = int(stop_token_ids[0])
+    if add.get("eos_at") is not None:
+        planned[int(add["eos_at"])] = eos_token_id
+    # A prompt of max_model_len tokens is already refused, however long it would be.
+    prompt_token_ids = tuple(islice(_prompt(add), max_model_len))
+    return Event(
+        Request(str(add["id"]), RequestSpec(str(add["id"]), prompt_token_ids, sampling), (eos_token_id,)), planned
+    )
+
+
+def _prompt(add: Mapping[str, Any]) -> Iterator[int]:
+    """The prompt as ids, or as `[[start, count], ...]` of ascending ids."""
+    if "prompt_token_ids" in add:
+        yield from add["prompt_token_ids"]
+        return
+    for start, count in add["prompt_ranges"]:
+        yield from (token_id % RANGE_VOCAB_SIZE for token_id in range(start, start + count))
 
 
 class Replay:
@@ -113,28 +166,14 @@ class Replay:
             "num_free_blocks": self.scheduler.num_free_blocks,
         }
 
-    def run_event(self, event: Mapping[str, Any]) -> None:
-        if "add" in event:
-            self._add(event["add"])
-        elif "abort" in event:
-            self.scheduler.finish_request(event["abort"], FinishReason.ABORT)
-        else:
-            for _ in range(event["step"].get("n", 1)):
-                self.steps.append(self._step())
-
-    def _add(self, add: Mapping[str, Any]) -> None:
-        stop_token_ids = tuple(add.get("stop_token_ids") or ())
-        eos_token_id = add.get("eos_token_id", DEFAULT_EOS_TOKEN_ID)
-        sampling = SamplingParams(
-            max_tokens=add["max_tokens"], ignore_eos=add["ignore_eos"], stop_token_ids=stop_token_ids
-        )
-        # One token more than the scheduler accepts is enough for it to refuse a prompt of any length.
-        prompt_token_ids = tuple(islice(_prompt(add), self.scheduler.config.max_model_len))
-        spec = RequestSpec(add["id"], prompt_token_ids, sampling)
-        self._executor.plan(
-            add["id"], {add.get("eos_at"): eos_token_id, add.get("stop_at"): (*stop_token_ids, None)[0]}
-        )
-        self.scheduler.add_request(Request(add["id"], spec, (eos_token_id,)))
+    def run_event(self, event: Event) -> None:
+        if event.request is not None:
+            self._executor.plan(event.request.req_id, event.planned)
+            self.scheduler.add_request(event.request)
+        if event.aborted is not None:
+            self.scheduler.finish_request(event.aborted, FinishReason.ABORT)
+        for _ in range(event.num_steps):
+            self.steps.append(self._step())
 
     def _step(self) -> Json:
         scheduler = self.scheduler
@@ -178,11 +217,9 @@ class ArithmeticExecutor:
         self._num_prefill: dict[str, int] = {}
         self._num_sampled: dict[str, int] = {}
 
-    def plan(self, req_id: str, token_ids: Mapping[int | None, int | None]) -> None:
-        """Fixes outputs of a request: number from 1 to token; entries without a number are ignored."""
-        self._planned[req_id] = {
-            at: token_id for at, token_id in token_ids.items() if at is not None and token_id is not None
-        }
+    def plan(self, req_id: str, token_ids: Mapping[int, int]) -> None:
+        """Fixes outputs of a request: number, from 1, to token."""
+        self._planned[req_id] = dict(token_ids)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for req_id in output.finished_req_ids:
@@ -218,15 +255,6 @@ def _num_computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     cached = output.scheduled_cached_reqs
     yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     yield from ((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
-
-
-def _prompt(add: Mapping[str, Any]) -> Iterator[int]:
-    """The prompt as ids, or as `[[start, count], ...]` of ascending ids."""
-    if "prompt_token_ids" in add:
-        yield from add["prompt_token_ids"]
-        return
-    for start, count in add["prompt_ranges"]:
-        yield from (token_id % RANGE_VOCAB_SIZE for token_id in range(start, start + count))
 
 
 def _describe_update(update: RequestUpdate) -> Json:

@@ -38,25 +38,31 @@ class BlockPool:
     def is_held(self, block_id: int) -> bool:
         return self._num_holders[block_id] > 0
 
+    def take(self) -> int:
+        """Takes one block for one holder; cached content in it is forgotten.
+
+        Raises:
+            InternalError: none is free. Admission must make this impossible (K3).
+        """
+        if self._free_plain:
+            block_id = self._free_plain.pop()
+        elif self._free_cached:
+            block_id, _ = self._free_cached.popitem(last=False)
+            self.prefix_cache.forget(block_id)
+        else:
+            raise InternalError(f"no block is free; all {self.num_usable} are held")
+        self._num_holders[block_id] = 1
+        return block_id
+
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes blocks for one holder; cached content in them is forgotten.
+        """Takes blocks for one holder, all or none.
 
         Raises:
             InternalError: fewer are free. Admission must make this impossible (K3).
         """
         if num_blocks > self.num_free:
             raise InternalError(f"allocate({num_blocks}) with {self.num_free} of {self.num_usable} blocks free")
-        taken = [self._take() for _ in range(num_blocks)]
-        for block_id in taken:
-            self._num_holders[block_id] = 1
-        return taken
-
-    def _take(self) -> int:
-        if self._free_plain:
-            return self._free_plain.pop()
-        block_id, _ = self._free_cached.popitem(last=False)
-        self.prefix_cache.forget(block_id)
-        return block_id
+        return [self.take() for _ in range(num_blocks)]
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Adds a holder to cached blocks, free or held."""

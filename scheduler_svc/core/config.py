@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdback.errors import ConfigError
-from scheduler_svc.core.buckets import (
-    check_buckets,
+from holdback.buckets import (
+    check_limits,
     get_default_num_batched_tokens_buckets,
     get_default_num_seqs_buckets,
+    max_kv_concurrent,
 )
+from holdback.types import ExecutorLimits
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,22 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            _check_at_least(field, getattr(self, field), 1)
-        _check_at_least("max_model_len", self.max_model_len, 2, "a prompt token and an output token")
-        self._check_kv_memory()
-        self._check_step_sizes()
-
-    @property
-    def effective_max_num_batched_tokens(self) -> int:
-        """What the largest prefill bucket must hold."""
-        return min(self.max_num_batched_tokens, self.max_model_len)
+        limits = ExecutorLimits(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_batched_tokens_buckets=self.prefill_buckets,
+            num_seqs_buckets=self.decode_buckets,
+        )
+        check_limits(limits, self.max_model_len)
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
         """`num_batched_tokens_buckets`, or its defaults."""
         if self.num_batched_tokens_buckets is not None:
             return tuple(self.num_batched_tokens_buckets)
-        return tuple(get_default_num_batched_tokens_buckets(self.effective_max_num_batched_tokens))
+        return tuple(get_default_num_batched_tokens_buckets(min(self.max_num_batched_tokens, self.max_model_len)))
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
@@ -66,32 +66,6 @@ class SchedulerConfig:
         return tuple(get_default_num_seqs_buckets(self.max_num_seqs))
 
     @property
-    def blocks_per_request(self) -> int:
-        """Blocks of a request that grows to `max_model_len`."""
-        return -(-self.max_model_len // self.block_size)
-
-    @property
     def max_kv_concurrent(self) -> int:
-        """K1: how many such requests KV memory holds; block 0 is never usable."""
-        return (self.num_blocks - 1) // self.blocks_per_request
-
-    def _check_kv_memory(self) -> None:
-        needed = self.blocks_per_request + 1
-        why = f"the null block and {needed - 1} blocks of {self.block_size} for max_model_len {self.max_model_len}"
-        _check_at_least("num_blocks", self.num_blocks, needed, why)
-
-    def _check_step_sizes(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            why = f"max_num_seqs is {self.max_num_seqs} and a decode step holds a token of each"
-            _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, why)
-        if self.num_batched_tokens_buckets is not None:
-            maximum = self.effective_max_num_batched_tokens
-            name = "min(max_num_batched_tokens, max_model_len)"
-            check_buckets("num_batched_tokens_buckets", self.num_batched_tokens_buckets, maximum, name)
-        if self.num_seqs_buckets is not None:
-            check_buckets("num_seqs_buckets", self.num_seqs_buckets, self.max_num_seqs, "max_num_seqs")
-
-
-def _check_at_least(field: str, value: int, minimum: int, why: str = "") -> None:
-    if value < minimum:
-        raise ConfigError(f"{field} is {value}; allowed: at least {minimum}" + (f" ({why})" if why else ""))
+        """K1: requests that KV memory holds if each grows to `max_model_len`; not cut to `max_num_seqs`."""
+        return max_kv_concurrent(self.num_blocks, self.max_model_len, self.block_size)

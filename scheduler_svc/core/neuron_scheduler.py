@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdback.buckets import get_bucket_for_count
 from holdback.errors import InternalError
 from holdback.types import Phase, SchedulerOutput, SchedulerState
 from scheduler_svc.core.admission import AdmissionPolicy, MaxModelLenAdmission
-from scheduler_svc.core.buckets import get_bucket_for_count
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.queue import RequestQueue, WaitingQueue
 from scheduler_svc.core.request import Request

@@ -58,6 +58,15 @@ class StepRecord:
 
 
 @dataclass(slots=True)
+class DecodeRows:
+    """The rows of the last decode step, with what its output said of them. In a steady state the next has the same."""
+
+    rows: list[Request] = field(default_factory=list)
+    req_ids: list[str] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Batch:
     """One step while `schedule()` builds it. `rows` are known requests, in schedule order before the new ones.
 
@@ -96,17 +105,19 @@ class Batch:
         self.new_counts.append(num_tokens)
         self._num_tokens_above_one += num_tokens - 1
 
-    def to_output(self, step: int, finished_req_ids: list[str]) -> SchedulerOutput:
-        """The message to the executor, without padding."""
-        req_ids = [request.req_id for request in self.rows]
+    def to_output(self, step: int, finished_req_ids: list[str], last_decode: DecodeRows) -> SchedulerOutput:
+        """The message to the executor, without padding.
+
+        Args:
+            last_decode: a decode step with the same rows shares its lists of ids and counts; nobody changes those.
+        """
+        if not self.num_prefill_rows and self.rows == last_decode.rows:
+            req_ids, num_scheduled = last_decode.req_ids, last_decode.num_scheduled_tokens
+        else:
+            req_ids, num_scheduled = self._count_tokens()
         new_block_ids: list[list[int] | None] = [None] * len(req_ids)
         for row, block_ids in self.new_blocks.items():
             new_block_ids[row] = block_ids
-        num_scheduled = dict.fromkeys(req_ids, 1)
-        for row, count in self.prefill_counts.items():
-            num_scheduled[req_ids[row]] = count
-        for new, count in zip(self.new_reqs, self.new_counts, strict=True):
-            num_scheduled[new.req_id] = count
         phase = Phase.DECODE if self.rows else None
         return SchedulerOutput(
             step=step,
@@ -117,6 +128,16 @@ class Batch:
             finished_req_ids=finished_req_ids,
             phase=Phase.PREFILL if self.num_prefill_rows else phase,
         )
+
+    def _count_tokens(self) -> tuple[list[str], dict[str, int]]:
+        """Ids of `rows`, and the tokens of every row of the step."""
+        req_ids = [request.req_id for request in self.rows]
+        num_scheduled = dict.fromkeys(req_ids, 1)
+        for row, count in self.prefill_counts.items():
+            num_scheduled[req_ids[row]] = count
+        for new, count in zip(self.new_reqs, self.new_counts, strict=True):
+            num_scheduled[new.req_id] = count
+        return req_ids, num_scheduled
 
     def to_record(self, step: int) -> StepRecord:
         """What must be remembered of the step; to be called once all counters are past it."""

@@ -43,8 +43,10 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, dict[int, None]] = {}
         self._keys: dict[int, bytes] = {}
+        self._offered: dict[bytes, int] = {}
+        # Copies published later than the offered one, in that order; few keys have any.
+        self._copies: dict[bytes, dict[int, None]] = {}
         self.queries = 0
         self.hits = 0
 
@@ -56,30 +58,37 @@ class PrefixCache:
         return block_id in self._keys
 
     def find(self, key: bytes) -> int | None:
-        blocks = self._blocks.get(key)
-        return next(iter(blocks)) if blocks else None
+        return self._offered.get(key)
 
     def publish(self, block_id: int, key: bytes) -> None:
         """Offers a block under its key. A block is published at most once until it is forgotten."""
         if block_id in self._keys:
             raise ValueError(f"block {block_id} is already published")
         self._keys[block_id] = key
-        self._blocks.setdefault(key, {})[block_id] = None
+        if self._offered.setdefault(key, block_id) != block_id:
+            self._copies.setdefault(key, {})[block_id] = None
 
     def forget(self, block_id: int) -> None:
         """No longer offers a block; nothing happens when it is not published."""
         key = self._keys.pop(block_id, None)
         if key is None:
             return
-        blocks = self._blocks[key]
-        del blocks[block_id]
-        if not blocks:
-            del self._blocks[key]
+        copies = self._copies.get(key, {})
+        if self._offered[key] != block_id:
+            del copies[block_id]
+        elif copies:
+            self._offered[key] = next(iter(copies))
+            del copies[self._offered[key]]
+        else:
+            del self._offered[key]
+        if key in self._copies and not copies:
+            del self._copies[key]
 
     def clear(self) -> None:
         """Forgets every block; the counts stay."""
-        self._blocks.clear()
         self._keys.clear()
+        self._offered.clear()
+        self._copies.clear()
 
     def count_query(self, num_tokens: int, num_hit_tokens: int) -> None:
         self.queries += num_tokens

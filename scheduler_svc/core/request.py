@@ -39,8 +39,10 @@ class Request:
         finish_reason: why it ended; None while it lives.
         decode_until: below this count of computed tokens a decode step needs no new block and is not past the last
             token. 0 while it prefills. The scheduler's own; it saves a decode step three comparisons per row.
-        outputs_until: below this number of outputs, a new output neither completes a cacheable block nor reaches
-            `max_tokens`. The scheduler's own.
+        next_block_at: number of outputs with which the next output block is known and computed; never reached where
+            blocks are not shared. The scheduler's own.
+        outputs_until: the smaller of `next_block_at` and `max_tokens`: with fewer outputs nothing happens to the
+            request but a stop token. The scheduler's own.
     """
 
     __slots__ = (
@@ -52,6 +54,7 @@ class Request:
         "finish_reason",
         "is_first_run",
         "max_tokens",
+        "next_block_at",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hit_blocks",
@@ -83,6 +86,7 @@ class Request:
         self.is_first_run = not self.output_token_ids
         self.finish_reason: FinishReason | None = None
         self.decode_until = 0
+        self.next_block_at = 0
         self.outputs_until = 0
         self._block_keys: list[bytes] = []
         self._root_key = root_key([("cache_salt", spec.cache_salt)] if spec.cache_salt else [])
@@ -124,6 +128,15 @@ class Request:
             return FinishReason.STOP, None if is_eos else token_id
         return (FinishReason.LENGTH if num_outputs >= self.max_tokens else None), None
 
+    def start_decode(self, block_size: int, *, publishes: bool) -> None:
+        """Sets the marks of the row loops, once the last prefill chunk is scheduled."""
+        num_prefill = self.num_prefill_tokens
+        self.decode_until = min(len(self.block_ids) * block_size, self.last_computed)
+        # With one output more than this is beyond the prompt, all tokens of the block behind the prefill are computed.
+        next_boundary = (num_prefill // block_size + 1) * block_size
+        self.next_block_at = next_boundary - self.num_prompt_tokens + 1 if publishes else self.max_tokens + 1
+        self.outputs_until = min(self.max_tokens, self.next_block_at)
+
     def limit_length(self, max_model_len: int) -> None:
         """K10: cuts `max_tokens` to what fits behind the prompt."""
         self.max_tokens = min(self.max_tokens, max_model_len - self.num_prompt_tokens)
@@ -131,10 +144,11 @@ class Request:
     def token_ids(self, start: int, stop: int) -> Sequence[int]:
         """Known tokens at positions [start, stop), prompt and outputs as one sequence."""
         num_prompt = self.num_prompt_tokens
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
         if stop <= num_prompt:
             return self.spec.prompt_token_ids[start:stop]
-        outputs = self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]
-        return [*self.spec.prompt_token_ids[start:num_prompt], *outputs]
+        return [*self.spec.prompt_token_ids[start:num_prompt], *self.output_token_ids[: stop - num_prompt]]
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of full block number `index` in the prefix cache; its tokens must be known.

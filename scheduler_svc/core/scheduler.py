@@ -16,14 +16,13 @@ This class prefills and decodes in one batch where both are there. What the hard
 from __future__ import annotations
 
 from collections import deque
-from itertools import repeat
 from typing import ClassVar
 
 from holdback.errors import AlreadyExistsError, ErrorReason, InternalError, InvalidArgumentError
-from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, Phase, SchedulerOutput, TokenLogprobs
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.output import Batch, RequestUpdate, StepRecord
+from scheduler_svc.core.output import Batch, DecodeRows, RequestUpdate, StepRecord
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.queue import RequestQueue, WaitingQueue
 from scheduler_svc.core.request import Request
@@ -60,6 +59,7 @@ class Scheduler:
         self._executor_must_hear = False
         self._next_step = 0
         self._steps: deque[StepRecord] = deque()
+        self._last_decode = DecodeRows()
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -125,6 +125,7 @@ class Scheduler:
             self._unbind(request)
         self.running = []
         self._steps.clear()
+        self._last_decode = DecodeRows()
         self.prefix_cache.clear()
         self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache)
         return released
@@ -177,36 +178,38 @@ class Scheduler:
         Nothing is left of a request that is scheduled up to its last allowed token (K8): it keeps slot and blocks until
         the result of that step.
         """
+        row, num_computed = len(batch.rows), request.num_computed_tokens
         budget = self.config.max_num_batched_tokens - batch.num_tokens
-        is_prefill = request.is_prefill
-        if is_prefill:
-            num_tokens = min(request.num_prefill_tokens - request.num_computed_tokens, budget)
-        else:
-            num_tokens = min(request.last_computed - request.num_computed_tokens, budget, 1)
+        if num_computed >= request.num_prefill_tokens:
+            if num_computed >= request.last_computed or budget <= 0:
+                return False
+            block_id = self.block_pool.take()
+            request.block_ids.append(block_id)
+            request.num_computed_tokens = num_computed + 1
+            request.decode_until = min(num_computed + self._block_size, request.last_computed)
+            batch.new_blocks[row] = [block_id]
+            return True
+        num_tokens = min(request.num_prefill_tokens - num_computed, budget)
         if num_tokens <= 0:
             return False
-        row = len(batch.rows)
-        if is_prefill:
-            batch.count_prefill(row, num_tokens)
-        new_block_ids = self._advance(request, num_tokens)
+        batch.count_prefill(row, num_tokens)
+        new_block_ids = self._prefill(request, num_tokens)
         if new_block_ids:
             batch.new_blocks[row] = new_block_ids
         return True
 
-    def _advance(self, request: Request, num_tokens: int) -> list[int]:
-        """Counts tokens as computed, takes the blocks that they need, publishes the prompt blocks that they fill."""
+    def _prefill(self, request: Request, num_tokens: int) -> list[int]:
+        """Counts a chunk as computed, takes the blocks that it needs, publishes the blocks that it fills."""
         block_size, start = self._block_size, request.num_computed_tokens
         end = start + num_tokens
-        new_block_ids = self.block_pool.allocate(max(0, -(-end // block_size) - len(request.block_ids)))
+        new_block_ids = self.block_pool.allocate(-(-end // block_size) - len(request.block_ids))
         request.block_ids += new_block_ids
         request.num_computed_tokens = end
-        if end <= request.num_prefill_tokens and self.config.enable_prefix_caching:
+        if self.config.enable_prefix_caching:
             for index in range(start // block_size, end // block_size):
                 self._publish(request, index)
         if end == request.num_prefill_tokens:
-            self._set_outputs_until(request, end)
-        if end >= request.num_prefill_tokens:
-            request.decode_until = min(len(request.block_ids) * block_size, request.last_computed)
+            request.start_decode(block_size, publishes=self.config.enable_prefix_caching)
         return new_block_ids
 
     def _schedule_waiting(self, batch: Batch) -> None:
@@ -257,13 +260,16 @@ class Scheduler:
             self.prefix_cache.count_query(request.num_prompt_tokens, num_hit_tokens)
         budget = self.config.max_num_batched_tokens - batch.num_tokens
         num_tokens = min(request.num_prefill_tokens - num_hit_tokens, budget)
-        self._advance(request, num_tokens)
+        self._prefill(request, num_tokens)
         new = NewRequestData(request.req_id, request.spec, request.slot, list(request.block_ids), num_hit_tokens)
         batch.add_new(request, new, num_tokens)
 
     def _finish_step(self, batch: Batch) -> SchedulerOutput:
         """Makes the message to the executor, and remembers the step until its result comes."""
-        output = batch.to_output(self._next_step, self._finished_req_ids)
+        output = batch.to_output(self._next_step, self._finished_req_ids, self._last_decode)
+        if output.phase is Phase.DECODE:
+            req_ids = output.scheduled_cached_reqs.req_ids
+            self._last_decode = DecodeRows(batch.rows, req_ids, output.num_scheduled_tokens)
         if output.num_scheduled_tokens:
             self._steps.append(batch.to_record(self._next_step))
         if output.num_scheduled_tokens or self._executor_must_hear:
@@ -292,19 +298,18 @@ class Scheduler:
         failed = (record.rows[row] for row in runner_output.failed_rows)
         updates = [self._fail(request) for request in failed if request.slot is not None]
         add_update = updates.append
-        rows = zip(
-            record.sampling_rows, runner_output.sampled_token_ids, runner_output.logprobs or repeat(None), strict=False
-        )
-        for request, token_id, logprobs in rows:
+        for request, token_id in zip(record.sampling_rows, runner_output.sampled_token_ids, strict=True):
             if request.slot is None:
                 continue
             output_token_ids = request.output_token_ids
             index = len(output_token_ids)
             output_token_ids.append(token_id)
-            update = RequestUpdate(request.req_id, index, [token_id], None if logprobs is None else [logprobs])
+            update = RequestUpdate(request.req_id, index, [token_id])
             add_update(update)
             if index + 1 >= request.outputs_until or token_id in request.stop_ids:
                 self._settle(request, update)
+        if runner_output.logprobs:
+            _add_logprobs(updates, record, runner_output.logprobs)
         if self._executor_must_hear:
             self.running = [request for request in self.running if request.slot is not None]
         return updates
@@ -325,23 +330,19 @@ class Scheduler:
 
     def _settle(self, request: Request, update: RequestUpdate) -> None:
         """After an output that may complete a cacheable block or end the request."""
-        num_known_and_computed = request.num_tokens - 1
-        if self.config.enable_prefix_caching and num_known_and_computed > request.num_prefill_tokens:
-            num_blocks, rest = divmod(num_known_and_computed, self._block_size)
-            if not rest:
-                self._publish(request, num_blocks - 1)
-        update.finish_reason, update.stop_token_id = request.ending(update.new_token_ids[0])
-        if update.finish_reason is None:
-            self._set_outputs_until(request, num_known_and_computed)
-        else:
-            request.finish_reason = update.finish_reason
-            self._unbind(request)
-
-    def _set_outputs_until(self, request: Request, num_known_and_computed: int) -> None:
-        request.outputs_until = request.max_tokens
-        if self.config.enable_prefix_caching:
-            next_boundary = (num_known_and_computed // self._block_size + 1) * self._block_size
-            request.outputs_until = min(request.max_tokens, next_boundary - request.num_prompt_tokens + 1)
+        num_outputs = update.output_index + 1
+        if num_outputs >= request.next_block_at:
+            # The newest output is known and not computed; everything before it is both.
+            num_computed = request.num_prompt_tokens + update.output_index
+            self._publish(request, num_computed // self._block_size - 1)
+            request.next_block_at += self._block_size
+            request.outputs_until = min(request.max_tokens, request.next_block_at)
+        token_id = update.new_token_ids[0]
+        if num_outputs >= request.max_tokens or token_id in request.stop_ids:
+            update.finish_reason, update.stop_token_id = request.ending(token_id)
+            if update.finish_reason is not None:
+                request.finish_reason = update.finish_reason
+                self._unbind(request)
 
     def _publish(self, request: Request, index: int) -> None:
         self.prefix_cache.publish(request.block_ids[index], request.block_key(index, self._block_size))
@@ -374,3 +375,12 @@ class Scheduler:
         for block_id in written:
             self.block_pool.forget(block_id)
         return written
+
+
+def _add_logprobs(updates: list[RequestUpdate], record: StepRecord, logprobs: list[TokenLogprobs | None]) -> None:
+    """Gives each update the entry of its row; an update without a token has none."""
+    of_request = dict(zip((request.req_id for request in record.sampling_rows), logprobs, strict=True))
+    for update in updates:
+        entry = of_request.get(update.req_id)
+        if entry is not None and update.new_token_ids:
+            update.logprobs = [entry]
