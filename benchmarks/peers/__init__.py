@@ -1,0 +1,1 @@
+"""Peers that benchmarks run beside Holdback, each a program of its own that may run under another interpreter."""
