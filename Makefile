@@ -21,7 +21,8 @@ SETUP := $(PYTHON) tools/environment.py --torch-index '$(TORCH_INDEX)' --models 
 PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if $(CASE),--case '$(CASE)') $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo serve test test-unit check generate clean
+.PHONY: help venv model demo serve test test-unit check check-lint check-types check-protos check-layers check-pythons
+.PHONY: generate clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s%s\n' "$$name" "$$text"; done
@@ -44,13 +45,23 @@ test: model ## all tests; CASE=B07 for those of one case
 test-unit: venv ## the pure tests, under a minute
 	$(PYTEST) -m 'not loopback and not model'
 
-check: venv ## lint, types, protos, layering, and what pip says of other Pythons
+check: check-lint check-types check-protos check-layers check-pythons ## lint, types, protos, layering, other Pythons
+
+check-lint: venv
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+
+check-types: venv
 	$(RUN)/mypy
-	cd protos && ../$(RUN)/buf lint
+
+check-protos: venv
+	$(RUN)/buf lint protos
 	$(RUN)/python protos/generate.py --check
+
+check-layers: venv
 	$(RUN)/lint-imports
+
+check-pythons: venv
 	$(RUN)/python tools/other_pythons.py
 
 generate: venv ## the Python stubs of protos/

@@ -11,6 +11,7 @@ import filecmp
 import pathlib
 import shutil
 import sys
+import sysconfig
 import tempfile
 
 from grpc_tools import protoc
@@ -25,7 +26,10 @@ def generate(destination: pathlib.Path) -> None:
     sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / PACKAGE).glob("*.proto"))
     plugins = ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:")
     outputs = [f"--{plugin}{destination}" for plugin in plugins]
-    if protoc.main(["protoc", f"-I{PROTOS}", *outputs, *sources]) != 0:
+    # The generators of this environment, whether or not it is the one on PATH.
+    scripts = pathlib.Path(sysconfig.get_path("scripts"))
+    found = [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    if protoc.main(["protoc", f"-I{PROTOS}", *found, *outputs, *sources]) != 0:
         raise RuntimeError(f"protoc refused one of {sources}")
 
 
