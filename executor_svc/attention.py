@@ -88,7 +88,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    holdback: AttentionContext,
+    holdback: AttentionContext | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -96,6 +96,8 @@ def paged_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers' attention layers call; see `AttentionCall` for the arguments."""
+    if holdback is None:
+        raise TypeError(f"{type(module).__name__} does not pass on the keyword arguments that its model is called with")
     holdback.note(module, attention_mask, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -46,6 +46,34 @@ class LoadedModel:
     num_layers: int
     info: ModelInfo
 
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: attention.AttentionContext,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs the model.
+
+        Args:
+            input_ids: int64 [1, T] or [B, 1].
+            positions: the same.
+            context: what the attention of every layer is handed.
+            keep: int64, the tokens of the T to compute logits of; an empty one computes none. None computes all.
+
+        Returns:
+            float32 [tokens, vocab_size].
+        """
+        output = self.module(
+            input_ids=input_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            holdback=context,
+        )
+        logits: torch.Tensor = output.logits
+        return logits.flatten(0, 1).float()
+
 
 def load_model(directory: pathlib.Path, dtype: str, max_model_len: int | None = None) -> LoadedModel:
     """Loads a model to run with paged attention. Whether it can is for `model_probe` to find out.

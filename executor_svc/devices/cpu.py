@@ -1,0 +1,268 @@
+"""The `cpu` device: a model of transformers on this machine's processors, with PyTorch, eagerly.
+
+One thread of its own does everything that touches weights, KV memory, counts and `last_token`, strictly in the order of
+the calls. So `launch` returns at once, the next step can be launched while one runs, and a request that starts in a slot
+finds what the step before has left there already done.
+
+The length of the context is data here: one graph is declared per prefill bucket and per decode batch, with the context
+`max_model_len`, and a step takes as long as its longest context asks for.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executor_svc.attention import PagedContext
+from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs, StepResult
+from executor_svc.kv_cache import KVCache, block_bytes, choose_num_blocks
+from executor_svc.model_probe import check_logits, find_layers
+from executor_svc.models import load_model
+from executor_svc.sampler import Sampler
+from holdback.buckets import (
+    blocks_for,
+    check_limits,
+    get_default_num_batched_tokens_buckets,
+    get_default_num_seqs_buckets,
+)
+from holdback.errors import ConfigError
+from holdback.types import ExecutorLimits, Phase, RequestSpec
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 32
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSettings:
+    """How a model is run. None takes the default that the attribute names.
+
+    Attributes:
+        dtype: "bfloat16" or "float32"; weights are cast when loaded.
+        max_model_len: None is the model's own limit, and nothing goes beyond it.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks, the null block included; not together with `kv_cache_bytes`.
+        kv_cache_bytes: None is 2 GiB, or what one request of `max_model_len` needs where that is more.
+        max_num_seqs: None is the largest of `num_seqs_buckets`, else 32.
+        max_num_batched_tokens: None is the largest of `num_batched_tokens_buckets`, else 512.
+        num_batched_tokens_buckets: prefill shapes; None is decision K2's default.
+        num_seqs_buckets: decode shapes; None is decision K2's default.
+        num_threads: of PyTorch in this process; None leaves it alone.
+    """
+
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_batched_tokens_buckets: Sequence[int] | None = None
+    num_seqs_buckets: Sequence[int] | None = None
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step on its way to the device's thread: what `StepInputs` held, copied into tensors of its own.
+
+    Attributes:
+        input_ids: int64 [1, T] of a prefill, None in a decode.
+        positions: int64 [1, T] or [B, 1].
+        context: what attention needs.
+        slots: int64 [1] or [B].
+        num_rows: rows that may sample: 1, or the real rows of a decode.
+        keep: index of the token of a prefill whose logits are wanted, or of none; None in a decode.
+        sampling: as in `StepInputs`.
+    """
+
+    input_ids: torch.Tensor | None
+    positions: torch.Tensor
+    context: PagedContext
+    slots: torch.Tensor
+    num_rows: int
+    keep: torch.Tensor | None
+    sampling: SamplingInputs | None
+
+
+class CpuDevice(Device):
+    """A model in this process.
+
+    Args:
+        model_directory: in Hugging Face layout.
+        settings: how to run it.
+
+    Raises:
+        ConfigError: the directory is no model that can be served, or a setting does not fit it (decisions K1, K2).
+    """
+
+    kind = "cpu"
+
+    def __init__(self, model_directory: pathlib.Path, settings: CpuSettings | None = None) -> None:
+        settings = settings or CpuSettings()
+        if settings.num_threads is not None:
+            if settings.num_threads < 1:
+                raise ConfigError(f"num_threads is {settings.num_threads}; allowed: at least 1")
+            torch.set_num_threads(settings.num_threads)
+        if settings.block_size < 1:
+            raise ConfigError(f"block_size is {settings.block_size}; allowed: at least 1")
+        self._model = load_model(model_directory, settings.dtype, settings.max_model_len)
+        self.model = self._model.info
+        layers = find_layers(self._model)
+        check_logits(self._model, layers)
+        dtype = self._model.module.dtype
+        num_blocks = choose_num_blocks(
+            block_bytes(layers, settings.block_size, dtype),
+            settings.block_size,
+            self.model.max_model_len,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            num_blocks=settings.num_blocks,
+        )
+        self.limits = _make_limits(settings, self.model.max_model_len, num_blocks)
+        check_limits(self.limits, self.model.max_model_len)
+        # Matrix products of one row are computed in another order than those of more, which bfloat16 shows.
+        self._smallest_batch = 2 if dtype is torch.bfloat16 else 1
+        self._graphs = frozenset(self.declared_graphs())
+        self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
+        self._sampler = Sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids)
+        self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-device")
+        self._starts: list[Future[None]] = []
+
+    def declared_graphs(self) -> list[GraphKey]:
+        context = self.model.max_model_len
+        prefill = [GraphKey(Phase.PREFILL, size, context) for size in self.limits.num_batched_tokens_buckets]
+        return prefill + [GraphKey(Phase.DECODE, size, context) for size in self.limits.num_seqs_buckets]
+
+    def start_request(self, slot: int, spec: RequestSpec) -> None:
+        """As the interface says. What is wrong with the request is raised by `collect` of the next launched step."""
+        self._starts.append(self._worker.submit(self._sampler.start_request, slot, spec))
+
+    def launch(self, inputs: StepInputs) -> object:
+        self._check_shapes(inputs)
+        starts, self._starts = self._starts, []
+        return self._worker.submit(self._run, self._take(inputs), starts)
+
+    def collect(self, ticket: object) -> StepResult:
+        if not isinstance(ticket, Future):
+            raise TypeError(f"ticket is {type(ticket).__name__}; allowed: what launch returned")
+        result: StepResult = ticket.result()
+        return result
+
+    def reset(self) -> None:
+        self._starts = []
+        self._worker.submit(self._reset).result()
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+
+    def _check_shapes(self, inputs: StepInputs) -> None:
+        key = inputs.key
+        if key not in self._graphs:
+            raise ValueError(f"graph is {key}; allowed: one of {sorted(graph.size for graph in self._graphs)} declared")
+        num_rows = 1 if key.phase is Phase.PREFILL else key.size
+        width = blocks_for(self.model.max_model_len, self.limits.block_size)
+        expected = {
+            "positions": (key.size,),
+            "slot_mapping": (key.size,),
+            "block_tables": (num_rows, width),
+            "context_lens": (num_rows,),
+            "slots": (num_rows,),
+        }
+        if key.phase is Phase.PREFILL:
+            expected["input_ids"] = (key.size,)
+        for name, shape in expected.items():
+            found = np.shape(getattr(inputs, name))
+            if found != shape:
+                raise ValueError(f"{name} of a {key.phase.value} of {key.size} has shape {found}; allowed: {shape}")
+
+    def _take(self, inputs: StepInputs) -> _Step:
+        """Copies what the step needs, so that the caller may use its arrays again."""
+        is_prefill = inputs.key.phase is Phase.PREFILL
+        missing = 0 if is_prefill else max(0, self._smallest_batch - inputs.key.size)
+        positions = _copied(inputs.positions, missing, 0)
+        context = PagedContext(
+            cache=self.kv_cache,
+            phase=inputs.key.phase,
+            rows=self.kv_cache.rows_for(_copied(inputs.slot_mapping, missing, -1)),
+            block_tables=_copied(inputs.block_tables, missing, 0),
+            context_lens=_copied(inputs.context_lens, missing, 0),
+            longest_context=int(inputs.context_lens.max()),
+            num_tokens=inputs.num_tokens,
+        )
+        wanted = [inputs.num_tokens - 1] if inputs.sampling is not None else []
+        return _Step(
+            input_ids=None if inputs.input_ids is None else _copied(inputs.input_ids, 0, 0)[None],
+            positions=positions[None] if is_prefill else positions[:, None],
+            context=context,
+            slots=_copied(inputs.slots, missing, self.limits.max_num_seqs),
+            num_rows=1 if is_prefill else inputs.num_tokens,
+            keep=torch.tensor(wanted, dtype=torch.long) if is_prefill else None,
+            sampling=inputs.sampling,
+        )
+
+    @torch.inference_mode()
+    def _run(self, step: _Step, starts: Sequence[Future[None]]) -> StepResult:
+        for start in starts:
+            start.result()
+        started_ns = time.perf_counter_ns()
+        input_ids = self._last_token[step.slots][:, None] if step.input_ids is None else step.input_ids
+        logits = self._model.logits(input_ids, step.positions, step.context, step.keep)
+        result = StepResult(np.zeros(0, np.int32))
+        if step.sampling is not None:
+            self._sample(step, step.sampling, logits, result)
+        result.device_us = max(1, (time.perf_counter_ns() - started_ns) // 1000)
+        return result
+
+    def _sample(self, step: _Step, sampling: SamplingInputs, logits: torch.Tensor, result: StepResult) -> None:
+        rows = step.num_rows
+        sampled = self._sampler.sample(
+            logits[:rows],
+            sampling.params[:rows],
+            sampling.num_outputs[:rows].tolist(),
+            torch.from_numpy(sampling.uniform[:rows]),
+            step.slots[:rows].tolist(),
+        )
+        self._last_token[step.slots[:rows]] = sampled.token_ids
+        result.token_ids = sampled.token_ids.numpy().astype(np.int32)
+        result.failed_rows = sampled.failed_rows
+        result.logprobs = sampled.logprobs
+
+    @torch.inference_mode()
+    def _reset(self) -> None:
+        self.kv_cache.reset()
+        self._sampler.reset()
+        self._last_token.zero_()
+
+
+def _make_limits(settings: CpuSettings, max_model_len: int, num_blocks: int) -> ExecutorLimits:
+    prefill, decode = settings.num_batched_tokens_buckets, settings.num_seqs_buckets
+    max_tokens, max_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+    if max_tokens is None:
+        max_tokens = prefill[-1] if prefill else DEFAULT_MAX_NUM_BATCHED_TOKENS
+    if max_seqs is None:
+        max_seqs = decode[-1] if decode else DEFAULT_MAX_NUM_SEQS
+    return ExecutorLimits(
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_batched_tokens_buckets=tuple(
+            get_default_num_batched_tokens_buckets(min(max_tokens, max_model_len)) if prefill is None else prefill
+        ),
+        num_seqs_buckets=tuple(get_default_num_seqs_buckets(max_seqs) if decode is None else decode),
+    )
+
+
+def _copied(array: npt.NDArray[np.int32], missing: int, filler: int) -> torch.Tensor:
+    """An int64 tensor with the values of `array` and `missing` rows of `filler` after them."""
+    padded = np.full((array.shape[0] + missing, *array.shape[1:]), filler, np.int64)
+    padded[: array.shape[0]] = array
+    return torch.from_numpy(padded)

@@ -1,0 +1,149 @@
+"""What a model must show at load, because much that cannot work raises no error and only gives wrong tokens.
+
+Three forwards of a few random ids tell: each layer calls the attention exactly once and passes nothing that it does not
+know; its own attention of transformers gives the same logits; and so does the same text in two chunks and a decode
+step, where everything that keeps a state of its own between tokens (linear attention, a convolution) or looks at the
+length of a batch (dynamic RoPE) goes wrong. For the latter the second chunk is placed at the end of `max_model_len`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from executor_svc.attention import IMPLEMENTATION, AttentionCall, PagedContext
+from executor_svc.kv_cache import KVCache, LayerShape
+from executor_svc.models import LoadedModel
+from holdback.errors import ConfigError
+from holdback.types import Phase
+
+_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position"})
+_BLOCK_SIZE = 16
+_NUM_TOKENS = 40
+_FIRST_CHUNK = 24
+# Of the reference's own spread. Rounding stays well below; attention that is wrong is far above.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+
+
+class LayerRecorder:
+    """An attention that computes nothing and records what its layers ask for.
+
+    Attributes:
+        shapes: of each layer that called, in the order of the first call.
+        calls: how often each layer called.
+        problems: what no paged attention can give.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.calls: dict[int, int] = {}
+        self.problems: set[str] = set()
+
+    def note(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+        if attention_mask is not None:
+            self.problems.add("an attention mask of its own")
+        if getattr(module, "is_causal", True) is False:
+            self.problems.add("attention to later tokens")
+        self.problems |= {
+            f"the argument {name!r}"
+            for name, value in others.items()
+            if name not in _HARMLESS and value is not None and not (name == "dropout" and value == 0)
+        }
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.calls[call.layer] = self.calls.get(call.layer, 0) + 1
+        self.shapes[call.layer] = LayerShape(call.num_kv_heads, call.key.shape[-1])
+        if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
+            self.problems.add("keys and values of different sizes")
+        return torch.zeros_like(call.query.transpose(1, 2))
+
+
+@torch.inference_mode()
+def find_layers(model: LoadedModel) -> list[LayerShape]:
+    """What each layer keeps in KV memory. Raises ConfigError for a model whose attention is not ours to compute."""
+    recorder = LayerRecorder()
+    try:
+        model.logits(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], recorder)
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise _refuse(model, f"cannot run with paged attention: {error}") from error
+    if recorder.problems:
+        raise _refuse(model, f"asks its attention for {', '.join(sorted(recorder.problems))}")
+    if recorder.calls != dict.fromkeys(range(model.num_layers), 1):
+        calls = sum(recorder.calls.values())
+        raise _refuse(model, f"has {model.num_layers} layers and {calls} attention calls; allowed: one of each layer")
+    return [recorder.shapes[layer] for layer in range(model.num_layers)]
+
+
+@torch.inference_mode()
+def check_logits(model: LoadedModel, layers: list[LayerShape]) -> None:
+    """Compares one chunk with transformers' own attention, and with two chunks and a decode step.
+
+    Raises:
+        ConfigError: they differ by more than rounding can explain.
+    """
+    num_tokens = min(_NUM_TOKENS, model.info.max_model_len)
+    if num_tokens < 3:
+        return  # too short for two chunks and a decode step, so nothing of it can ever run
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.info.vocab_size, (num_tokens,), generator=generator)
+    runner = _Runner(model, layers)
+    near = torch.arange(num_tokens)
+    ours = runner.in_chunks(ids, near, [num_tokens])
+    _compare(model, "transformers' own attention", ours, _own_logits(model, ids))
+    cut = min(_FIRST_CHUNK, num_tokens - 2)
+    far = torch.cat([near[:cut], near[cut:] + model.info.max_model_len - num_tokens])
+    once = runner.in_chunks(ids, far, [num_tokens])
+    chunked = runner.in_chunks(ids, far, [cut, num_tokens - 1, num_tokens])
+    _compare(model, "the same text in two chunks and a decode step", once, chunked)
+
+
+class _Runner:
+    def __init__(self, model: LoadedModel, layers: list[LayerShape]) -> None:
+        self._model = model
+        self._layers = layers
+
+    def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, ends: list[int]) -> torch.Tensor:
+        """Logits of the last two tokens, float32 [2, vocab_size]; a chunk of one token is decoded."""
+        blocks = -(-len(ids) // _BLOCK_SIZE)
+        cache = KVCache(self._layers, 1 + blocks, _BLOCK_SIZE, self._model.module.dtype)
+        kept = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            context = PagedContext(
+                cache=cache,
+                phase=Phase.DECODE if end - start == 1 else Phase.PREFILL,
+                rows=torch.arange(start, end) + _BLOCK_SIZE,
+                block_tables=torch.arange(1, 1 + blocks)[None],
+                context_lens=torch.tensor([end]),
+                longest_context=end,
+                num_tokens=end - start,
+            )
+            keep = torch.arange(max(start, end - 2), end) - start
+            logits = self._model.logits(ids[None, start:end], positions[None, start:end], context, keep)
+            if logits.shape != (len(keep), self._model.info.vocab_size):
+                shape = list(logits.shape)
+                raise _refuse(self._model, f"gives logits of {shape} for {len(keep)} tokens of its vocabulary")
+            kept.append(logits)
+        return torch.cat(kept)[-2:]
+
+
+def _own_logits(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    model.module.set_attn_implementation("eager")
+    try:
+        logits: torch.Tensor = model.module(input_ids=ids[None], use_cache=False).logits
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+    return logits[0, -2:].float()
+
+
+def _compare(model: LoadedModel, what: str, ours: torch.Tensor, other: torch.Tensor) -> None:
+    spread = (other - other.mean(dim=-1, keepdim=True)).norm()
+    difference = float((ours - other).norm() / spread.clamp(min=1e-20))
+    limit = _TOLERANCE[model.module.dtype]
+    if not difference <= limit:  # NaN is refused too
+        raise _refuse(model, f"gives other logits with {what}: they differ by {difference:.2g}, allowed: {limit}")
+
+
+def _refuse(model: LoadedModel, problem: str) -> ConfigError:
+    kind = type(model.module).__name__
+    return ConfigError(f"model is {model.info.name!r}, a {kind}, which {problem}; it cannot be served correctly")
