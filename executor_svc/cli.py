@@ -21,3 +21,16 @@ def model(argv: list[str]) -> int:
 
     print(model_import.run(arguments.source, arguments.destination, arguments.dtype))
     return 0
+
+
+def executor(argv: list[str]) -> int:
+    """`holdback executor`: one executor, until SIGTERM or Ctrl-C."""
+    import asyncio
+
+    from executor_svc.config import ExecutorConfig
+    from executor_svc.server import serve
+    from holdback.telemetry import configure_logging
+
+    config = ExecutorConfig.load(argv)
+    configure_logging("executor", config.log_level)
+    return asyncio.run(serve(config))

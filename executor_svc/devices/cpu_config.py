@@ -1,0 +1,30 @@
+"""The cpu device as an executor's configuration describes it."""
+
+from __future__ import annotations
+
+from executor_svc.config import ExecutorConfig, build_limits
+from executor_svc.devices.cpu import CpuDevice, CpuSettings
+from holdback.buckets import blocks_for
+from holdback.errors import ConfigError
+
+
+def create_cpu_device(config: ExecutorConfig) -> CpuDevice:
+    """Refuses what the settings alone show to be impossible, then loads the model. Raises ConfigError."""
+    if config.model is None:
+        raise ConfigError("model is required by the device cpu")
+    if config.max_model_len is not None:
+        smallest = 1 + blocks_for(config.max_model_len, config.block_size)
+        build_limits(config, max_model_len=config.max_model_len, num_blocks=config.num_blocks or smallest)
+    settings = CpuSettings(
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=config.kv_cache_bytes,
+        max_num_seqs=config.num_seqs,
+        max_num_batched_tokens=config.num_batched_tokens,
+        num_batched_tokens_buckets=config.num_batched_tokens_buckets,
+        num_seqs_buckets=config.num_seqs_buckets,
+        num_threads=config.num_threads,
+    )
+    return CpuDevice(config.model, settings)

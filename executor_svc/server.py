@@ -1,0 +1,214 @@
+"""The executor process: listens, loads, warms up, registers, runs steps, and stops within seconds when asked to.
+
+Health is served first, so that liveness answers while a model loads; the ports are bound next, so that one in use is
+found before that. Model and device live on one thread of their own; the event loop parses, answers and keeps the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import grpc.aio
+import structlog
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.device_thread import DeviceThread
+from executor_svc.devices import create_device
+from executor_svc.devices.base import Device
+from executor_svc.execution import Execution
+from executor_svc.graphs import warm_up
+from executor_svc.lease import Lease, LeaseHolder, lease_lost
+from executor_svc.registration import Registration
+from executor_svc.runner import NeuronModelRunner
+from holdback import rpc
+from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
+from holdback.health import HealthServer
+from holdback.types import PROTOCOL_VERSION, ExecutorInfo, GraphLatency
+from holdback.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+log = structlog.get_logger()
+
+OPEN_TIMEOUT_S = 10.0
+"""How long a caller of `Execute` may take to present a lease."""
+
+Context = grpc.aio.ServicerContext[executor_pb2.ExecuteRequest, executor_pb2.ExecuteResponse]
+
+
+class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
+    """`Execute`: one stream for the current lease, anything else is refused."""
+
+    def __init__(self, holder: LeaseHolder, new_execution: Callable[[], Execution]) -> None:
+        self._holder = holder
+        self._new_execution = new_execution
+
+    async def Execute(  # noqa: N802 - the name of the protocol
+        self, request_iterator: AsyncIterator[executor_pb2.ExecuteRequest], context: Context
+    ) -> AsyncIterator[executor_pb2.ExecuteResponse]:
+        try:
+            execution, lease = await self._open(request_iterator)
+        except HoldbackError as error:
+            await rpc.abort(context, error)
+        ended: HoldbackError = lease_lost("the scheduler ended the Execute stream")
+        reader = asyncio.create_task(execution.read(request_iterator))
+        try:
+            version = types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1])
+            yield executor_pb2.ExecuteResponse(accepted=executor_pb2.ExecutionAccepted(protocol_version=version))
+            async for response in execution.responses():
+                yield response
+        except HoldbackError as error:
+            ended = InternalError(f"the Execute stream ended: {error.message}")
+            await rpc.abort(context, error)
+        finally:
+            reader.cancel()
+            execution.end(None)
+            lease.end(ended)
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _open(self, requests: AsyncIterator[executor_pb2.ExecuteRequest]) -> tuple[Execution, Lease]:
+        """Checks the first message of a stream. Raises FailedPreconditionError or DeadlineExceededError."""
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                request = await anext(requests, executor_pb2.ExecuteRequest())
+        except TimeoutError:
+            raise DeadlineExceededError(f"no open within {OPEN_TIMEOUT_S:g} s") from None
+        if request.WhichOneof("request") != "open":
+            raise FailedPreconditionError("the first message is not open", reason=ErrorReason.LEASE_MISMATCH)
+        major = request.open.protocol_version.major
+        if major != PROTOCOL_VERSION[0]:
+            raise FailedPreconditionError(
+                f"protocol_version.major is {major}; allowed: {PROTOCOL_VERSION[0]}, that of this executor",
+                reason=ErrorReason.PROTOCOL_MISMATCH,
+            )
+        execution = self._new_execution()
+        return execution, self._holder.open_execution(request.open.lease, execution)
+
+
+class ExecutorProcess:
+    """One executor from start to stop. `create` makes the device, on the device thread."""
+
+    def __init__(self, config: ExecutorConfig, create: Callable[[ExecutorConfig], Device] = create_device) -> None:
+        self._config = config
+        self._create = create
+        self._thread = DeviceThread()
+        self._stop = asyncio.Event()
+        self._stop_warm_up = threading.Event()
+        self._health = HealthServer(config.host, config.health_port)
+        self._server = rpc.create_server()
+        self._holder = LeaseHolder()
+        self._registration: Registration | None = None
+        self._runner: NeuronModelRunner | None = None
+
+    def stop(self) -> None:
+        """Asks the process to drain and end; may be called in a signal handler of the loop."""
+        self._stop.set()
+        self._stop_warm_up.set()
+
+    async def run(self) -> int:
+        """Runs until `stop`. Returns 0, or 1 when a step did not end within `drain_timeout_s`.
+
+        Raises:
+            ConfigError: a port, the model or the configuration cannot be used.
+            HoldbackError: the scheduler refuses this executor.
+        """
+        self._thread.start()
+        try:
+            port = await self._listen()
+            work = asyncio.create_task(self._work(port))
+            stop = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if not self._stop.is_set():
+                await work
+            return await self._drain(work)
+        finally:
+            await self._server.stop(0.5)
+            await self._health.stop()
+            self._thread.stop()
+
+    async def _listen(self) -> int:
+        health_port = await self._health.start()
+        port = rpc.bind(self._server, self._config.host, self._config.port)
+        servicer = ExecutorServicer(self._holder, self._new_execution)
+        executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
+        await self._server.start()
+        if self._config.ports_file is not None:
+            write_ports(self._config.ports_file, port, health_port)
+        log.info("listening", host=self._config.host, port=port, health_port=health_port)
+        return port
+
+    async def _work(self, port: int) -> None:
+        device = await self._thread.call(partial(self._create, self._config))
+        log.info("device_ready", device=device.kind, model=device.model.name, num_blocks=device.limits.num_blocks)
+        latencies = await self._thread.call(partial(warm_up, device, self._stop_warm_up))
+        self._runner = runner = NeuronModelRunner(device)
+
+        async def void() -> None:
+            await self._thread.call(runner.reset)
+
+        make_info = partial(self._info, device, latencies, port)
+        self._registration = Registration(self._config.scheduler, make_info, self._holder, self._health.set_ready, void)
+        await self._registration.run()
+
+    def _new_execution(self) -> Execution:
+        if self._runner is None:
+            raise FailedPreconditionError("this executor is not registered yet", reason=ErrorReason.LEASE_MISMATCH)
+        return Execution(self._runner, self._thread)
+
+    def _info(self, device: Device, latencies: tuple[GraphLatency, ...], port: int, lease: str) -> ExecutorInfo:
+        return ExecutorInfo(
+            executor_id=self._config.name,
+            lease=lease,
+            port=port,
+            model=device.model,
+            limits=device.limits,
+            latencies=latencies,
+            advertise_address=self._config.advertise_address,
+            device=device.kind,
+        )
+
+    async def _drain(self, work: asyncio.Task[None]) -> int:
+        """Finishes the steps that were sent, within the time there is for it."""
+        status = 0
+        log.info("draining")
+        if self._registration is not None:
+            try:
+                async with asyncio.timeout(self._config.drain_timeout_s):
+                    await self._registration.drain("the executor was asked to stop")
+            except TimeoutError:
+                log.error("drain_timed_out", drain_timeout_s=self._config.drain_timeout_s)
+                status = 1
+        work.cancel()
+        await asyncio.wait({work}, timeout=1.0)
+        if work.done() and not work.cancelled() and work.exception() is not None:
+            log.warning("ended_while_stopping", reason=str(work.exception()))
+        log.info("stopped", status=status)
+        return status
+
+
+def write_ports(path: pathlib.Path, port: int, health_port: int) -> None:
+    """Writes both ports as JSON. A reader finds either no file or a whole one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
+    unfinished.replace(path)
+
+
+async def serve(config: ExecutorConfig) -> int:
+    """Runs an executor until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status."""
+    process = ExecutorProcess(config)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        process.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return await process.run()

@@ -1,0 +1,447 @@
+"""The executor process on loopback, driven by a scheduler that only does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from executor_svc.config import ExecutorConfig
+from executor_svc.devices.base import StepInputs
+from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies, expected_tokens
+from executor_svc.server import ExecutorProcess
+from holdback import rpc
+from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError, InternalError
+from holdback.v1 import scheduler_pb2
+from tests.executor.builders import VOCAB_SIZE, Steps, build_device
+from tests.executor.stub_scheduler import Drive, StubScheduler
+
+pytestmark = pytest.mark.loopback
+
+PROMPT = [20, 21, 22]
+ANSWER = [52, 72, 52]  # worked out in test_simulated
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[StubScheduler]:
+    async with StubScheduler() as stub:
+        yield stub
+
+
+def build_config(target: str, **changes: Any) -> ExecutorConfig:
+    return ExecutorConfig(scheduler=target, device="simulated", executor_id="under-test", **changes)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    target: str, device: SimulatedDevice | Callable[[], SimulatedDevice], **changes: Any
+) -> AsyncIterator[tuple[ExecutorProcess, asyncio.Task[int]]]:
+    """An executor process on this loop. Whatever it raised is the test's to look at."""
+    make = device if callable(device) else lambda: device
+    process = ExecutorProcess(build_config(target, **changes), lambda _config: make())
+    task = asyncio.create_task(process.run())
+    try:
+        yield process, task
+    finally:
+        process.stop()
+        if isinstance(device, SimulatedDevice):
+            device.close()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def health_of(port: int, service: str, wanted: int | None = None) -> int:
+    """The status of a health service; with `wanted`, waits until it is that."""
+    async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        async for reply in stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True):
+            if wanted is None or reply.status == wanted:
+                return int(reply.status)
+    raise AssertionError("the health server ended")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_an_executor_says_what_it_is(scheduler: StubScheduler) -> None:
+    device = build_device(latencies=SimulatedLatencies(prefill_us_per_token=10, decode_us=7))
+    async with running(scheduler.target, device):
+        info = (await scheduler.registrations.get()).info
+    assert info.executor_id == "under-test"
+    assert 16 <= len(info.lease) <= 64
+    assert info.protocol_version.major == 1
+    assert info.device == "simulated"
+    assert (info.model.fingerprint, info.model.vocab_size, info.model.max_model_len) == ("simulated", VOCAB_SIZE, 32)
+    assert list(info.limits.num_batched_tokens_buckets) == [4, 8]
+    assert list(info.limits.num_seqs_buckets) == [1, 2, 4]
+    assert (info.limits.block_size, info.limits.num_blocks, info.limits.max_steps_in_flight) == (4, 17, 2)
+    assert [(entry.size, entry.context, entry.latency_us) for entry in info.latencies] == [
+        *((4, 0, 40), (4, 28, 40), (8, 0, 80), (8, 24, 80)),
+        *((1, 1, 7), (1, 32, 7), (2, 1, 7), (2, 32, 7), (4, 1, 7), (4, 32, 7)),
+    ]
+
+
+async def test_steps_are_run_in_order_and_answered_one_by_one(scheduler: StubScheduler, steps: Steps) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info) as drive:
+            await drive.accepted()
+            await drive.send(steps.new("r", PROMPT, blocks=[3, 5]))
+            await drive.send(steps.decode("r"))
+            await drive.send(steps.decode("r"))
+            outputs = [(await drive.next()).output for _ in range(3)]
+    assert [output.step for output in outputs] == [0, 1, 2]
+    assert [list(output.sampled_token_ids) for output in outputs] == [[token] for token in ANSWER]
+    assert all(output.timings.device_us >= 1 for output in outputs)
+
+
+async def test_an_executor_is_alive_while_it_loads_and_ready_once_accepted(scheduler: StubScheduler) -> None:
+    loaded = threading.Event()
+
+    def load() -> SimulatedDevice:
+        loaded.wait(30)
+        return build_device()
+
+    health_port = free_port()
+    async with running(scheduler.target, load, health_port=health_port):
+        assert await health_of(health_port, "liveness") == SERVING
+        assert await health_of(health_port, "readiness") == NOT_SERVING
+        assert scheduler.registrations.empty()
+        loaded.set()
+        registered = await scheduler.registrations.get()
+        await health_of(health_port, "readiness", SERVING)
+        scheduler.refusal = InternalError("not now")
+        registered.end.set()
+        await health_of(health_port, "readiness", NOT_SERVING)
+
+
+async def test_heartbeats_go_both_ways(scheduler: StubScheduler) -> None:
+    scheduler.heartbeat_interval_ms = 10
+    async with running(scheduler.target, build_device()):
+        registered = await scheduler.registrations.get()
+        numbers = [(await registered.received.get()).heartbeat.number for _ in range(3)]
+    assert numbers == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lease", ["", "x" * 32, "é"])
+async def test_another_lease_is_refused(lease: str, scheduler: StubScheduler) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info, lease=lease) as drive:
+            with pytest.raises(FailedPreconditionError, match="lease is not the current one") as raised:
+                await drive.next()
+        assert raised.value.reason is ErrorReason.LEASE_MISMATCH
+        async with Drive(info) as drive:  # the right one is none the worse for it
+            await drive.accepted()
+
+
+async def test_a_lease_has_one_stream(scheduler: StubScheduler, steps: Steps) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info) as first:
+            await first.accepted()
+            async with Drive(info) as second:
+                with pytest.raises(FailedPreconditionError, match="lease has had its Execute stream"):
+                    await second.next()
+            assert await first.run(steps.new("r", PROMPT)) == ANSWER[:1]
+
+
+async def test_another_protocol_version_is_refused_with_both_numbers(scheduler: StubScheduler) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info, major=2) as drive:
+            with pytest.raises(FailedPreconditionError, match=r"protocol_version.major is 2; allowed: 1") as raised:
+                await drive.next()
+        assert raised.value.reason is ErrorReason.PROTOCOL_MISMATCH
+
+
+async def test_a_stream_before_registration_is_refused(scheduler: StubScheduler) -> None:
+    loaded = threading.Event()
+
+    def load() -> SimulatedDevice:
+        loaded.wait(30)
+        return build_device()
+
+    port, health_port = free_port(), free_port()
+    async with running(scheduler.target, load, port=port, health_port=health_port):
+        await health_of(health_port, "liveness", SERVING)
+        async with Drive(scheduler_pb2.ExecutorInfo(port=port, lease="0" * 32)) as drive:
+            with pytest.raises(FailedPreconditionError, match="not registered yet"):
+                await drive.next()
+        loaded.set()
+
+
+@pytest.mark.case("B60")
+@pytest.mark.parametrize("how", ["ended", "cancelled", "silent"])
+async def test_a_registration_that_is_lost_drops_the_stream_and_voids_memory(
+    how: str, scheduler: StubScheduler, steps: Steps
+) -> None:
+    scheduler.is_silent = how == "silent"
+    scheduler.lease_timeout_ms = 300
+    device = build_device()
+    async with running(scheduler.target, device):
+        registered = await scheduler.registrations.get()
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            assert await drive.run(steps.new("r", PROMPT)) == ANSWER[:1]
+            assert device.kv_token_ids.any()
+            if how != "silent":
+                registered.is_cancelled = how == "cancelled"
+                registered.end.set()
+            with pytest.raises(FailedPreconditionError, match="the lease ended: the scheduler") as raised:
+                await drive.next()
+            assert raised.value.reason is ErrorReason.LEASE_MISMATCH
+        again = await scheduler.registrations.get()
+        assert not device.kv_token_ids.any()
+        assert not device.last_token.any()
+        assert again.info.lease != registered.info.lease
+        async with Drive(again.info) as drive:
+            await drive.accepted()
+            assert await drive.run(Steps().new("r", PROMPT)) == ANSWER[:1]
+        async with Drive(again.info, lease=registered.info.lease) as stale:
+            with pytest.raises(FailedPreconditionError, match="lease is not the current one"):
+                await stale.next()
+
+
+async def test_a_stream_that_the_scheduler_drops_ends_its_lease(scheduler: StubScheduler, steps: Steps) -> None:
+    device = build_device()
+    async with running(scheduler.target, device):
+        registered = await scheduler.registrations.get()
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            await drive.run(steps.new("r", PROMPT))
+        again = await scheduler.registrations.get()
+        assert registered.gone.is_set()
+        assert again.info.lease != registered.info.lease
+        assert not device.kv_token_ids.any()
+
+
+@pytest.mark.parametrize(("number", "message"), [(0, "step is 0; allowed: 1"), (2, "step is 2; allowed: 1")])
+async def test_a_repeated_or_left_out_step_ends_the_stream(
+    number: int, message: str, scheduler: StubScheduler, steps: Steps
+) -> None:
+    async with running(scheduler.target, build_device()):
+        registered = await scheduler.registrations.get()
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            await drive.run(steps.new("r", PROMPT))
+            await drive.send(steps.decode("r"), step=number)
+            with pytest.raises(FailedPreconditionError, match=message) as raised:
+                await drive.next()
+        assert raised.value.reason is ErrorReason.STEP_OUT_OF_ORDER
+        assert (await scheduler.registrations.get()).info.lease != registered.info.lease
+
+
+@pytest.mark.case("B60")
+async def test_a_step_that_fails_ends_the_stream_and_what_was_sent_behind_it_is_not_run(
+    scheduler: StubScheduler, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = build_device(faults=SimulatedFaults(error_token_id=99))
+    launched: list[int] = []
+    launch = device.launch
+
+    def record(inputs: StepInputs) -> object:
+        launched.append(inputs.num_tokens)
+        return launch(inputs)
+
+    monkeypatch.setattr(device, "launch", record)
+    async with running(scheduler.target, device):
+        registered = await scheduler.registrations.get()
+        launched.clear()  # those of the warm-up
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            await drive.run(steps.new("good", PROMPT, slot=0, blocks=[1]))
+            await drive.send(steps.new("bad", [99, 98], slot=1, blocks=[2]))
+            await drive.send(steps.decode("good"))
+            with pytest.raises(InternalError, match="step 1: RuntimeError: the simulated device fails on token 99"):
+                await drive.next()
+        again = await scheduler.registrations.get()
+        assert again.info.lease != registered.info.lease
+        assert launched == [3, 2]
+        async with Drive(again.info) as drive:
+            await drive.accepted()
+            assert await drive.run(Steps().new("good", PROMPT)) == ANSWER[:1]
+
+
+async def test_a_step_that_contradicts_the_executor_ends_the_stream_with_the_reason(
+    scheduler: StubScheduler, steps: Steps
+) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info) as drive:
+            await drive.accepted()
+            await drive.send(steps.new("r", PROMPT, blocks=[17]))
+            with pytest.raises(InternalError, match=r"step 0: block is 17; allowed: \[1, 17\)"):
+                await drive.next()
+
+
+async def test_numbers_that_are_not_finite_fail_their_row_and_not_the_stream(
+    scheduler: StubScheduler, steps: Steps
+) -> None:
+    async with running(scheduler.target, build_device(faults=SimulatedFaults(nan_token_id=99))):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info) as drive:
+            await drive.accepted()
+            await drive.send(steps.new("bad", [99], slot=0, blocks=[1]))
+            output = (await drive.next()).output
+            assert (list(output.sampled_token_ids), list(output.failed_rows)) == ([0], [0])
+            assert await drive.run(steps.new("good", PROMPT, slot=1, blocks=[2])) == ANSWER[:1]
+
+
+@pytest.mark.parametrize("reason", [ErrorReason.MODEL_MISMATCH, ErrorReason.CONFIG_INVALID])
+async def test_an_executor_that_does_not_fit_the_pool_ends(reason: ErrorReason, scheduler: StubScheduler) -> None:
+    scheduler.refusal = FailedPreconditionError("fingerprint is 'a'; allowed: 'b', the pool's", reason=reason)
+    async with running(scheduler.target, build_device()) as (_, task):
+        with pytest.raises(FailedPreconditionError, match="fingerprint is 'a'; allowed: 'b'"):
+            await task
+
+
+async def test_a_scheduler_of_another_protocol_ends_the_executor(scheduler: StubScheduler) -> None:
+    scheduler.major = 2
+    async with running(scheduler.target, build_device()) as (_, task):
+        with pytest.raises(FailedPreconditionError, match=r"version.major is 2 at the scheduler; allowed: 1"):
+            await task
+
+
+async def test_a_scheduler_that_cannot_take_it_now_is_asked_again(scheduler: StubScheduler, steps: Steps) -> None:
+    scheduler.refusal = InternalError("not now")
+    async with running(scheduler.target, build_device()):
+        await scheduler.refused.wait()
+        scheduler.refusal = None
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info) as drive:
+            await drive.accepted()
+            assert await drive.run(steps.new("r", PROMPT)) == ANSWER[:1]
+
+
+async def test_a_stop_finishes_the_step_that_runs_and_says_so_on_both_streams(
+    scheduler: StubScheduler, steps: Steps
+) -> None:
+    device = build_device(latencies=SimulatedLatencies(prefill_us_per_token=0, decode_us=200_000))
+    async with running(scheduler.target, device) as (process, task):
+        registered = await scheduler.registrations.get()
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            await drive.run(steps.new("r", PROMPT, blocks=[1, 2]))
+            await drive.send(steps.decode("r"))
+            process.stop()
+            responses = [await drive.next(), await drive.next()]
+            assert {response.WhichOneof("response") for response in responses} == {"draining", "output"}
+            (output,) = [response.output for response in responses if response.HasField("output")]
+            assert list(output.sampled_token_ids) == ANSWER[1:2]
+            with pytest.raises(EOFError):
+                await drive.next()
+        assert await registered.draining() == "the executor was asked to stop"
+        assert await task == 0
+
+
+async def test_a_step_that_hangs_does_not_keep_a_stop_waiting(scheduler: StubScheduler, steps: Steps) -> None:
+    device = build_device(faults=SimulatedFaults(hang_token_id=99))
+    async with running(scheduler.target, device, drain_timeout_s=0.2) as (process, task):
+        registered = await scheduler.registrations.get()
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            await drive.send(steps.new("r", [99]))
+            process.stop()
+            assert (await drive.next()).HasField("draining")
+            assert await task == 1
+
+
+async def test_a_port_in_use_is_a_sentence(scheduler: StubScheduler) -> None:
+    port = int(scheduler.target.rpartition(":")[2])
+    async with running(scheduler.target, build_device(), port=port) as (_, task):
+        with pytest.raises(ConfigError, match=f"port is {port}, which cannot be bound on 127.0.0.1"):
+            await task
+
+
+@pytest.mark.case("B54")
+async def test_a_prompt_beyond_the_usual_message_limit_arrives(scheduler: StubScheduler, steps: Steps) -> None:
+    prompt = [20_000 + i % 1000 for i in range(1_500_000)]  # three bytes each, 4.5 MB together
+    device = build_device(
+        block_size=4096, num_blocks=513, max_model_len=2**21, prefill_buckets=(512,), vocab_size=32_000
+    )
+    async with running(scheduler.target, device):
+        info = (await scheduler.registrations.get()).info
+        async with Drive(info) as drive:
+            await drive.accepted()
+            assert await drive.run(steps.new("r", prompt, num_tokens=512, padded=512)) == []
+            assert device.kv_token_ids[1, :3].tolist() == [20_000, 20_001, 20_002]
+
+
+async def start_command(tmp_path: pathlib.Path, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "holdback.cli", "executor", "--device", "simulated"),
+        *("--ports-file", str(tmp_path / "ports.json"), "--max-model-len", "64", "--max-num-seqs", "2"),
+        *("--max-num-batched-tokens", "32", "--simulated-vocab-size", str(VOCAB_SIZE), *arguments),
+        stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_the_process_with_0_in_the_middle_of_a_stream(
+    number: signal.Signals, scheduler: StubScheduler, steps: Steps, tmp_path: pathlib.Path
+) -> None:
+    child = await start_command(tmp_path, "--scheduler", scheduler.target, "--simulated-decode-us", "100000")
+    registered = await scheduler.registrations.get()
+    ports = json.loads((tmp_path / "ports.json").read_text())
+    assert ports["port"] == registered.info.port
+    assert await health_of(ports["health_port"], "readiness", SERVING) == SERVING
+    async with Drive(registered.info) as drive:
+        await drive.accepted()
+        expected = expected_tokens(PROMPT, 2, VOCAB_SIZE)
+        assert await drive.run(steps.new("r", PROMPT, padded=32)) == expected[:1]
+        await drive.send(steps.decode("r"))
+        child.send_signal(number)
+        responses = [await drive.next(), await drive.next()]
+        (output,) = [response.output for response in responses if response.HasField("output")]
+        assert list(output.sampled_token_ids) == expected[1:]
+        async with asyncio.timeout(10):
+            _, errors = await child.communicate()
+    assert child.returncode == 0, errors.decode()
+    assert b"Traceback" not in errors
+
+
+async def test_a_signal_ends_a_process_that_never_found_a_scheduler(tmp_path: pathlib.Path) -> None:
+    child = await start_command(tmp_path, "--scheduler", f"127.0.0.1:{free_port()}")
+    assert child.stderr is not None
+    async for line in child.stderr:
+        if b"lease_ended" in line:
+            break
+    child.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(10):
+        _, errors = await child.communicate()
+    assert child.returncode == 0, errors.decode()
+
+
+async def test_a_refusal_of_the_scheduler_is_the_last_line_of_a_process_that_fails(
+    scheduler: StubScheduler, tmp_path: pathlib.Path
+) -> None:
+    scheduler.refusal = FailedPreconditionError("fingerprint is 'simulated'; allowed: 'b', the pool's")
+    child = await start_command(tmp_path, "--scheduler", scheduler.target)
+    _, errors = await child.communicate()
+    assert child.returncode == 1
+    assert errors.decode().splitlines()[-1] == "holdback executor: fingerprint is 'simulated'; allowed: 'b', the pool's"
+
+
+@pytest.mark.case("B02")
+async def test_memory_for_no_request_is_refused_before_anything_starts(tmp_path: pathlib.Path) -> None:
+    child = await start_command(tmp_path, "--scheduler", "127.0.0.1:1", "--num-blocks", "4")
+    _, errors = await child.communicate()
+    assert child.returncode == 2
+    last = errors.decode().splitlines()[-1]
+    assert "max_model_len is 64, which needs 4 blocks of 16 tokens, but num_blocks is 4, of which 3 are usable" in last
