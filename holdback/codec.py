@@ -72,6 +72,8 @@ class StepEncoder:
             handle = self._handles.pop(req_id, None)
             if handle is not None:
                 message.finished_handles.append(handle)
+                # The id may come back under another handle; then equal ids are not the same rows.
+                self._last_decode = None
         for new in output.scheduled_new_reqs:
             self._encode_new(new, message.new_requests.add())
         if output.scheduled_cached_reqs.req_ids:

@@ -56,6 +56,14 @@ class StepRecord:
     sampling_rows: list[Request]
     num_prefill_rows: int
 
+    def add_logprobs(self, updates: list[RequestUpdate], logprobs: list[TokenLogprobs | None]) -> None:
+        """Gives each update the entry of its row, parallel to `sampling_rows`; one without a token gets none."""
+        of_request = dict(zip((request.req_id for request in self.sampling_rows), logprobs, strict=True))
+        for update in updates:
+            entry = of_request.get(update.req_id)
+            if entry is not None and update.new_token_ids:
+                update.logprobs = [entry]
+
 
 @dataclass(slots=True)
 class DecodeRows:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 KEY_BYTES = 32
 
@@ -34,11 +35,18 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(b"block" + parent + array("I", token_ids).tobytes()).digest()
 
 
+class PrefixCacheStats(NamedTuple):
+    """Counts over the whole life of a cache, in tokens."""
+
+    queries: int
+    hits: int
+
+
 class PrefixCache:
     """Key to blocks, and back. Blocks with equal content are all kept; the one published first is offered.
 
     Attributes:
-        queries: prompt tokens of the requests that looked for a hit.
+        queries: prompt tokens of the requests that looked for a hit; each request counts once in its life.
         hits: how many of them were hit.
     """
 

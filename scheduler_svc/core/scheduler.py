@@ -19,11 +19,11 @@ from collections import deque
 from typing import ClassVar
 
 from holdback.errors import AlreadyExistsError, ErrorReason, InternalError, InvalidArgumentError
-from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, Phase, SchedulerOutput, TokenLogprobs
+from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, Phase, SchedulerOutput
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.output import Batch, DecodeRows, RequestUpdate, StepRecord
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.prefix_cache import PrefixCache, PrefixCacheStats
 from scheduler_svc.core.queue import RequestQueue, WaitingQueue
 from scheduler_svc.core.request import Request
 
@@ -47,19 +47,11 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue | None = None) -> None:
         self.config = config
-        self.waiting: WaitingQueue = RequestQueue() if waiting is None else waiting
-        self.running: list[Request] = []
-        self.requests: dict[str, Request] = {}
-        self.prefix_cache = PrefixCache()
-        self.block_pool = BlockPool(config.num_blocks, self.prefix_cache)
         self.max_num_seqs = config.max_num_seqs
+        self.waiting: WaitingQueue = RequestQueue() if waiting is None else waiting
+        self.prefix_cache = PrefixCache()
         self._block_size = config.block_size
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._finished_req_ids: list[str] = []
-        self._executor_must_hear = False
-        self._next_step = 0
-        self._steps: deque[StepRecord] = deque()
-        self._last_decode = DecodeRows()
+        self._forget_executor()
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -74,6 +66,14 @@ class Scheduler:
     def num_usable_blocks(self) -> int:
         """All blocks but the null block."""
         return self.block_pool.num_usable
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        return PrefixCacheStats(self.prefix_cache.queries, self.prefix_cache.hits)
+
+    def num_hit_tokens(self, request: Request) -> int:
+        """Tokens that a request would get from the prefix cache if it were bound now."""
+        return len(self._find_hit(request)) * self._block_size
 
     # ---- requests come and go ----
 
@@ -109,26 +109,37 @@ class Scheduler:
             request = self.waiting.remove(req_id)
             if request is None:
                 return None
-            self._finished_req_ids.append(req_id)
+            if req_id not in self._finished_req_ids:
+                self._finished_req_ids.append(req_id)
         request.finish_reason = reason
         return request
 
     def release_all(self) -> list[Request]:
-        """Gives up a lost lane: nothing is bound, nothing is in flight, no block has content.
+        """Gives up a lost lane: nothing is bound or in flight, no block has content, steps count from 0 again.
 
         Returns:
-            Every bound request as `continuation()`, in running order. Putting each in turn in front of a queue leaves
-            the one that was bound first at its head.
+            Every bound request as `continuation()`, the one bound last first, which is running order. Putting each in
+            turn in front of a queue leaves the one bound first at its head.
         """
-        released = [request.continuation() for request in self.running]
-        for request in self.running:
-            self._unbind(request)
-        self.running = []
-        self._steps.clear()
-        self._last_decode = DecodeRows()
+        released = [request.continuation() for request in reversed(self.requests.values())]
+        for request in self.requests.values():
+            request.slot = None
+            request.block_ids = []
         self.prefix_cache.clear()
-        self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache)
+        self._forget_executor()
         return released
+
+    def _forget_executor(self) -> None:
+        """The state towards an executor that has been told nothing."""
+        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}
+        self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache)
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self._finished_req_ids: list[str] = []
+        self._executor_must_hear = False
+        self._next_step = 0
+        self._steps: deque[StepRecord] = deque()
+        self._last_decode = DecodeRows()
 
     def _unbind(self, request: Request) -> None:
         """Takes slot and blocks; the caller takes it out of `running`. `slot` is None from here on."""
@@ -179,9 +190,8 @@ class Scheduler:
         the result of that step.
         """
         row, num_computed = len(batch.rows), request.num_computed_tokens
-        budget = self.config.max_num_batched_tokens - batch.num_tokens
         if num_computed >= request.num_prefill_tokens:
-            if num_computed >= request.last_computed or budget <= 0:
+            if num_computed >= request.last_computed:
                 return False
             block_id = self.block_pool.take()
             request.block_ids.append(block_id)
@@ -189,6 +199,8 @@ class Scheduler:
             request.decode_until = min(num_computed + self._block_size, request.last_computed)
             batch.new_blocks[row] = [block_id]
             return True
+        # A token stays for every row behind this one, as decode rows do not ask.
+        budget = self.config.max_num_batched_tokens - batch.num_tokens - (len(self.running) - 1 - row)
         num_tokens = min(request.num_prefill_tokens - num_computed, budget)
         if num_tokens <= 0:
             return False
@@ -309,7 +321,7 @@ class Scheduler:
             if index + 1 >= request.outputs_until or token_id in request.stop_ids:
                 self._settle(request, update)
         if runner_output.logprobs:
-            _add_logprobs(updates, record, runner_output.logprobs)
+            record.add_logprobs(updates, runner_output.logprobs)
         if self._executor_must_hear:
             self.running = [request for request in self.running if request.slot is not None]
         return updates
@@ -375,12 +387,3 @@ class Scheduler:
         for block_id in written:
             self.block_pool.forget(block_id)
         return written
-
-
-def _add_logprobs(updates: list[RequestUpdate], record: StepRecord, logprobs: list[TokenLogprobs | None]) -> None:
-    """Gives each update the entry of its row; an update without a token has none."""
-    of_request = dict(zip((request.req_id for request in record.sampling_rows), logprobs, strict=True))
-    for update in updates:
-        entry = of_request.get(update.req_id)
-        if entry is not None and update.new_token_ids:
-            update.logprobs = [entry]

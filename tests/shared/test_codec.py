@@ -114,6 +114,17 @@ def test_rows_of_the_decode_before_a_prefill_are_still_known_after_it():
     assert got.scheduled_cached_reqs == CachedRequestsData(["a#0"], [4], [None])
 
 
+def test_an_id_that_comes_back_under_a_new_handle_is_not_the_same_row():
+    link = Link()
+    link.send(prefill("a", num_tokens=3))
+    link.send(decode({"a": 3}))
+    again = prefill("a", num_tokens=4)
+    again.finished_req_ids = ["a"]
+    link.send(again)
+    got = link.send(decode({"a": 4}))
+    assert got.scheduled_cached_reqs == CachedRequestsData(["a#1"], [4], [None])
+
+
 def test_a_request_that_finished_before_it_was_told_is_not_mentioned():
     link = Link()
     assert link.send(SchedulerOutput(finished_req_ids=["never-told"])).finished_req_ids == []
