@@ -335,9 +335,10 @@ class Scheduler:
         num_rows, num_sampling = len(record.rows), len(record.sampling_rows)
         num_tokens, num_logprobs = len(runner_output.sampled_token_ids), len(runner_output.logprobs)
         if num_tokens != num_sampling or num_logprobs not in (0, num_sampling):
-            raise InternalError(f"step {step}: {num_tokens} tokens, {num_logprobs} logprobs; expected {num_sampling}")
+            found = f"{num_tokens} tokens for {num_sampling} rows that sample and {num_logprobs} log-probabilities"
+            raise InternalError(f"step {step} has {found}")
         if not all(0 <= row < num_rows for row in runner_output.failed_rows):
-            raise InternalError(f"step {step}: failed_rows is {runner_output.failed_rows}; allowed: [0, {num_rows})")
+            raise InternalError(f"failed_rows of step {step} is {runner_output.failed_rows}; allowed: [0, {num_rows})")
         return self._steps.popleft()
 
     def _settle(self, request: Request, update: RequestUpdate) -> None:
