@@ -61,6 +61,8 @@ def main() -> int:
     except SetupError as error:
         print(f"set-up failed: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

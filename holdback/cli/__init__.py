@@ -43,10 +43,21 @@ OWN_PACKAGES = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Exit status: 0, 1 when it failed, 2 when it was called or configured wrongly."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return dispatch(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        # Who read standard output is gone; without this, Python complains again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Finds the command, runs it, and turns the errors that are raised on purpose into one line and a status."""
     targets = {entry.name: entry.value for entry in metadata.entry_points(group="holdback.commands")} | OWN_COMMANDS
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(targets), file=sys.stdout if arguments else sys.stderr)
+        print(usage(targets), file=sys.stdout if arguments else sys.stderr, flush=True)
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in targets:
@@ -60,12 +71,6 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"holdback {name}: {how_to_install(name, error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # Who read standard output is gone; without this, Python complains again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def usage(targets: dict[str, str]) -> str:

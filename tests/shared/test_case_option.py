@@ -29,7 +29,7 @@ def test_none(): pass
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
     conftest = pathlib.Path(__file__).resolve().parents[1] / "conftest.py"
     pytester.makeconftest(conftest.read_text(encoding="utf-8"))
-    pytester.makeini("[pytest]\nmarkers =\n    case(id): a case\n")
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    case(id): a case\n")
     pytester.makepyfile(TESTS)
     return pytester
 
