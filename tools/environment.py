@@ -85,7 +85,10 @@ def install(folder: pathlib.Path, torch_index: str) -> None:
     pip = (*pip_install(folder), "-c", CONSTRAINTS)
     index = where_torch_comes_from(torch_index)
     if index is not None:
-        run(*pip, "--no-deps", "--index-url", index, "torch")
+        try:
+            run(*pip, "--no-deps", "--index-url", index, "torch")
+        except subprocess.CalledProcessError as error:
+            raise SetupError(f"no torch from {index}; elsewhere: make TORCH_INDEX=URL, or TORCH_INDEX=pip") from error
     run(*pip, "--editable", f"{ROOT}[dev]")
 
 
