@@ -200,10 +200,13 @@ class Detokenizer:
         return None if tail is None else tail[-MAX_PENDING_BYTES:]
 
 
-def decode(table: TokenTable, token_ids: Iterable[int], *, keep_special_tokens: bool = False) -> str:
-    """All tokens at once, by the same rules."""
+def decode(
+    table: TokenTable, token_ids: Iterable[int], *, keep_special_tokens: bool = False, whole_only: bool = False
+) -> str:
+    """All tokens at once, by the same rules; `whole_only` leaves out a character that is incomplete at the end."""
     detokenizer = Detokenizer(table, keep_special_tokens=keep_special_tokens)
-    return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
+    text = "".join(map(detokenizer.add, token_ids))
+    return text if whole_only else text + detokenizer.flush()
 
 
 class StopStrings:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -81,11 +82,13 @@ class Tokenizer:
         """Token ids of text that already has its special tokens, as a chat template writes it."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
 
-    async def decode(self, token_ids: list[int], *, keep_special_tokens: bool = False) -> str:
-        """Text of token ids, by the rules of `detokenizer`."""
+    async def decode(
+        self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, whole_only: bool = False
+    ) -> str:
+        """Text of token ids, as `detokenizer.decode` says."""
 
         def run() -> str:
-            return decode(self.table, token_ids, keep_special_tokens=keep_special_tokens)
+            return decode(self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 

@@ -24,7 +24,7 @@ KINDS = ("byte_level", "byte_fallback", "metaspace")
 
 @functools.cache
 def make_tokenizer(kind: str) -> Tokenizer:
-    """`byte_level` as GPT-2 and Llama 3, `byte_fallback` as Llama 2, `metaspace` as T5. Not to be changed by callers."""
+    """`byte_level` as GPT-2 and Llama 3, `byte_fallback` as Llama 2, `metaspace` as T5. Callers copy it."""
     tokenizer = {"byte_level": _byte_level, "byte_fallback": _byte_fallback, "metaspace": _metaspace}[kind]()
     tokenizer.add_tokens([AddedToken("wörd with space", normalized=False), AddedToken("<|tool|>", normalized=False)])
     return tokenizer

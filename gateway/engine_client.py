@@ -1,0 +1,373 @@
+"""The gateway's one stream to the scheduler of a pool.
+
+All requests share it: each has a handle on the stream, and each step's new tokens come in one message. When the stream
+breaks, requests and their clients' streams stay. On the next stream every open request is submitted again, with its
+outputs so far, the time it has waited and a higher generation, those that had started first. Only when there has been
+no scheduler for `loss_timeout_s` do they end, with UNAVAILABLE.
+
+Tokens count by output index: what is known already is dropped, a gap breaks the stream and so heals it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import structlog
+
+from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
+from holdback import codec, rpc
+from holdback.errors import (
+    AlreadyExistsError,
+    ErrorReason,
+    FailedPreconditionError,
+    HoldbackError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from holdback.types import PROTOCOL_VERSION, FinishReason, ModelInfo, RequestSpec, TokenLogprobs
+from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+
+log = structlog.get_logger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+Stream = grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What the scheduler last said of its pool.
+
+    Attributes:
+        model: None until the pool knows it.
+        default_max_tokens: of a request that names none; 0 is what fits.
+        is_ready: a request sent now would be served.
+        not_ready_reason: for people.
+    """
+
+    model: ModelInfo | None = None
+    default_max_tokens: int = 0
+    is_ready: bool = False
+    not_ready_reason: str = "the scheduler has not been reached yet"
+
+
+class EngineClient:
+    """Connection to one scheduler. Use it from one event loop; `start` it there and `close` it there."""
+
+    def __init__(self, target: str, *, session: str, gateway_id: str, loss_timeout_s: float) -> None:
+        """
+        Args:
+            target: address of the scheduler.
+            session: random name of this gateway process, 16 to 64 bytes.
+            gateway_id: name for people, at most 128 bytes.
+            loss_timeout_s: how long requests wait for a scheduler that cannot be reached.
+        """
+        self.target = target
+        self.status = PoolStatus()
+        self._hello = scheduler_pb2.GatewayHello(
+            protocol_version=types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1]),
+            session=session,
+            gateway_id=gateway_id,
+        )
+        self._loss_timeout_s = loss_timeout_s
+        self._log = log.bind(scheduler=target)
+        self._open: dict[str, Submission] = {}
+        self._by_handle: dict[int, Submission] = {}
+        self._handles = itertools.count()
+        self._outbox: collections.deque[scheduler_pb2.ConnectRequest] = collections.deque()
+        self._outbox_filled = asyncio.Event()
+        self._is_live = False
+        self._loss_timer: asyncio.TimerHandle | None = None
+        self._has_given_up = False
+        self._next_change = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """A request sent now would be served: by the scheduler, or when it is back in time."""
+        return self.status.is_ready and not self._has_given_up
+
+    @property
+    def loss(self) -> UnavailableError | None:
+        """Why requests are refused, once the scheduler has been away for too long."""
+        return self._unavailable() if self._has_given_up else None
+
+    def start(self) -> None:
+        """Begins to connect, and goes on until `close`."""
+        self._start_loss_timer()
+        self._task = asyncio.create_task(self._run(), name=f"scheduler {self.target}")
+
+    async def close(self) -> None:
+        """Ends the stream, whereupon the scheduler aborts what is left of it."""
+        self._stop_loss_timer()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._end_all(UnavailableError("the gateway stops", reason=ErrorReason.SHUTTING_DOWN))
+
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set when `status`, `is_ready` or `loss` next changes. Taken before looking at them, it misses nothing."""
+        return self._next_change
+
+    def submit(self, spec: RequestSpec, model: ModelInfo, wakeup: asyncio.Event | None = None) -> Submission:
+        """Submits a request; it is sent when there is a stream.
+
+        Args:
+            spec: with a `request_id` that no living request of this client has.
+            model: that the request was checked against.
+            wakeup: to be told of updates by; one of its own if None.
+
+        Raises:
+            AlreadyExistsError: a request of that id is alive.
+            UnavailableError: the scheduler has been away for too long.
+        """
+        if spec.request_id in self._open:
+            raise AlreadyExistsError(f"request_id is {spec.request_id!r}, which is alive; allowed: another id")
+        if self._has_given_up:
+            raise self._unavailable()
+        submission = Submission(
+            spec=spec,
+            model_fingerprint=model.fingerprint,
+            end_rule=EndRule.of(spec, model.eos_token_ids),
+            clock=asyncio.get_running_loop().time,
+            wakeup=asyncio.Event() if wakeup is None else wakeup,
+            on_close=self._close_submission,
+        )
+        self._open[spec.request_id] = submission
+        if self._is_live:
+            self._send(submission)
+        return submission
+
+    async def _run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        async with rpc.create_channel(self.target) as channel:
+            stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            while True:
+                try:
+                    await self._serve(stub.Connect(wait_for_ready=True))
+                except grpc.aio.AioRpcError as failure:
+                    self._log.warning("scheduler_stream_ended", code=failure.code().name, details=failure.details())
+                except (HoldbackError, OutOfOrderError) as error:
+                    self._log.error("scheduler_stream_refused", error=str(error))
+                backoff_s = FIRST_BACKOFF_S if self._is_live else min(2 * backoff_s, MAX_BACKOFF_S)
+                self._on_lost()
+                await asyncio.sleep(backoff_s)
+
+    async def _serve(self, call: Stream) -> None:
+        """One stream, from the greeting until it ends."""
+        writer: asyncio.Task[None] | None = None
+        try:
+            await call.write(scheduler_pb2.ConnectRequest(hello=self._hello))
+            _check_accepted(await _read(call))
+            writer = asyncio.create_task(self._write(call), name=f"write to scheduler {self.target}")
+            while (response := await _read(call)) is not None:
+                self._on_response(response)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            call.cancel()
+
+    async def _write(self, call: Stream) -> None:
+        """Sends what is in the outbox. When the stream breaks, its reader says so."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._outbox_filled.wait()
+                self._outbox_filled.clear()
+                while self._outbox:
+                    await call.write(self._outbox.popleft())
+
+    def _on_response(self, response: scheduler_pb2.ConnectResponse) -> None:
+        kind = response.WhichOneof("response")
+        if kind == "updates":
+            self._on_updates(response.updates)
+        elif kind == "pool":
+            self._on_pool(response.pool)
+
+    def _on_pool(self, pool: scheduler_pb2.PoolStatus) -> None:
+        model = codec.decode_model_info(pool.model) if pool.HasField("model") else None
+        self.status = PoolStatus(model, pool.default_max_tokens, pool.ready, pool.not_ready_reason)
+        if model is not None:
+            self._end_those_of_other_models(model)
+        if not self._is_live:
+            self._go_live()
+        self._notify()
+
+    def _go_live(self) -> None:
+        """The stream works and its pool is known: whatever is open goes to it, what had started first."""
+        self._is_live = True
+        self._has_given_up = False
+        self._stop_loss_timer()
+        self._log.info("scheduler_connected", num_resubmitted=len(self._open))
+        for submission in sorted(self._open.values(), key=lambda entry: not entry.has_started):
+            self._send(submission)
+
+    def _send(self, submission: Submission) -> None:
+        """Submits a request on this stream, unless it has ended without the scheduler's saying so."""
+        outputs = submission.output_token_ids
+        ended = submission.end_rule.after(outputs[-1], len(outputs)) if outputs else None
+        if ended is not None:
+            self._end(submission, ended)
+            return
+        is_resubmission = submission.was_sent
+        if is_resubmission:
+            submission.generation += 1
+        try:
+            spec = submission.current_spec()
+        except HoldbackError as error:
+            self._end(submission, Ended(FinishReason.ABORT, error=error))
+            return
+        submission.was_sent = True
+        submission.handle = next(self._handles)
+        self._by_handle[submission.handle] = submission
+        add = scheduler_pb2.AddRequest(
+            handle=submission.handle, spec=codec.encode_spec(spec), is_resubmission=is_resubmission
+        )
+        self._put(scheduler_pb2.ConnectRequest(add=add))
+
+    def _on_updates(self, updates: scheduler_pb2.RequestUpdates) -> None:
+        for started in updates.started:
+            submission = self._by_handle.get(started.handle)
+            if submission is not None:
+                submission.on_started(started.num_cached_tokens, started.queued_ms)
+        self._on_tokens(updates)
+        for ended in updates.ended:
+            submission = self._by_handle.get(ended.handle)
+            if submission is not None:
+                self._end(submission, _decode_ended(ended))
+
+    def _on_tokens(self, updates: scheduler_pb2.RequestUpdates) -> None:
+        counts: Sequence[int] = updates.num_new_tokens or [1] * len(updates.handles)
+        if not len(counts) == len(updates.handles) == len(updates.output_indices) or sum(counts) != len(
+            updates.token_ids
+        ):
+            raise InvalidArgumentError.of("updates.num_new_tokens", len(counts), "lists that fit each other")
+        token_ids = list(updates.token_ids)
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if updates.logprobs else []
+        for entry in updates.logprobs:
+            if entry.token_index >= len(token_ids):
+                raise InvalidArgumentError.of(
+                    "updates.logprobs.token_index", entry.token_index, f"[0, {len(token_ids)})"
+                )
+            logprobs[entry.token_index] = codec.decode_logprobs(entry.logprobs)
+        start = 0
+        for handle, index, count in zip(updates.handles, updates.output_indices, counts, strict=True):
+            submission = self._by_handle.get(handle)
+            if submission is not None:
+                submission.on_tokens(index, token_ids[start : start + count], logprobs[start : start + count])
+                if submission.ended is not None:
+                    self._close_submission(submission)
+            start += count
+
+    def _on_lost(self) -> None:
+        self._is_live = False
+        self._outbox.clear()
+        self._by_handle.clear()
+        for submission in self._open.values():
+            submission.on_lost()
+        if self._loss_timer is None and not self._has_given_up:
+            self._start_loss_timer()
+        self._notify()
+
+    def _start_loss_timer(self) -> None:
+        self._loss_timer = asyncio.get_running_loop().call_later(self._loss_timeout_s, self._give_up)
+
+    def _stop_loss_timer(self) -> None:
+        if self._loss_timer is not None:
+            self._loss_timer.cancel()
+            self._loss_timer = None
+
+    def _give_up(self) -> None:
+        self._loss_timer = None
+        self._has_given_up = True
+        self._log.error("scheduler_away_too_long", num_ended=len(self._open), timeout_s=self._loss_timeout_s)
+        self._end_all(self._unavailable())
+        self._notify()
+
+    def _unavailable(self) -> UnavailableError:
+        return UnavailableError(
+            f"the scheduler {self.target} could not be reached for {self._loss_timeout_s:g} s",
+            reason=ErrorReason.NO_SCHEDULER,
+        )
+
+    def _end_all(self, error: HoldbackError) -> None:
+        for submission in list(self._open.values()):
+            self._end(submission, Ended(FinishReason.ERROR, error=error))
+
+    def _end_those_of_other_models(self, model: ModelInfo) -> None:
+        """Outputs of one model are not continued by another."""
+        for submission in list(self._open.values()):
+            if submission.model_fingerprint != model.fingerprint:
+                error = FailedPreconditionError(
+                    f"the pool's model is now {model.name!r} ({model.fingerprint}); "
+                    f"the request began with {submission.model_fingerprint}"
+                )
+                submission.end(Ended(FinishReason.ERROR, error=error))
+                self._abort(submission)
+
+    def _end(self, submission: Submission, ended: Ended) -> None:
+        self._forget(submission)
+        submission.end(ended)
+
+    def _close_submission(self, submission: Submission) -> None:
+        if self._open.get(submission.spec.request_id) is submission:
+            self._abort(submission)
+            submission.end(Ended(FinishReason.ABORT))
+
+    def _abort(self, submission: Submission) -> None:
+        """Tells the scheduler, if it knows the request, and forgets it."""
+        if submission.handle is not None:
+            abort = scheduler_pb2.AbortSubmission(
+                request_id=submission.spec.request_id, generation=submission.generation
+            )
+            self._put(scheduler_pb2.ConnectRequest(abort=abort))
+        self._forget(submission)
+
+    def _forget(self, submission: Submission) -> None:
+        self._open.pop(submission.spec.request_id, None)
+        if submission.handle is not None:
+            self._by_handle.pop(submission.handle, None)
+
+    def _put(self, request: scheduler_pb2.ConnectRequest) -> None:
+        self._outbox.append(request)
+        self._outbox_filled.set()
+
+    def _notify(self) -> None:
+        self._next_change.set()
+        self._next_change = asyncio.Event()
+
+
+async def _read(call: Stream) -> scheduler_pb2.ConnectResponse | None:
+    """The next message; None at the end of the stream. Raises AioRpcError when it ended with another status than OK."""
+    response = await call.read()
+    return response if isinstance(response, scheduler_pb2.ConnectResponse) else None
+
+
+def _check_accepted(response: scheduler_pb2.ConnectResponse | None) -> None:
+    kind = None if response is None else response.WhichOneof("response")
+    if response is None or kind != "accepted":
+        raise InvalidArgumentError.of("response", kind or "not set", "accepted, first")
+    major = response.accepted.protocol_version.major
+    if major != PROTOCOL_VERSION[0]:
+        raise FailedPreconditionError(
+            f"the scheduler speaks protocol {major}; allowed: {PROTOCOL_VERSION[0]}, that of this gateway",
+            reason=ErrorReason.PROTOCOL_MISMATCH,
+        )
+
+
+def _decode_ended(message: scheduler_pb2.RequestEnded) -> Ended:
+    reason = codec.decode_finish_reason(message.finish_reason)
+    error = rpc.decode_error(message.error) if message.HasField("error") else None
+    if error is None and reason is FinishReason.ERROR:
+        error = InternalError("the scheduler ended the request with an error that it did not name")
+    return Ended(reason, message.stop_token_id if message.HasField("stop_token_id") else None, error)

@@ -1,0 +1,151 @@
+"""One call of Generate or GenerateStream: from checked fields to submissions, and from their outputs to choices."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gateway.choice import Choice, Delta
+from gateway.detokenizer import Detokenizer, StopStrings
+from gateway.limits import Checked
+from gateway.pool import Pool
+from gateway.submission import EndRule
+from holdback.errors import HoldbackError, RequestAbortedError
+from holdback.types import ModelInfo, RequestSpec, SamplingParams, TraceContext, Usage
+
+T = TypeVar("T")
+
+SEED_BITS = 62  # a drawn seed leaves room for the index of a choice
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a call brings beside its message: milliseconds until its deadline, None without one, and its trace."""
+
+    deadline_ms: int | None = None
+    trace: TraceContext = field(default_factory=TraceContext)
+
+
+class GenerationRun:
+    """One generation with its choices. Close it whatever happens; closing ends what still runs."""
+
+    def __init__(self, request_id: str, pool: Pool, checked: Checked) -> None:
+        self.request_id = request_id
+        self.pool = pool
+        self.seed = checked.sampling.seed if checked.seed_given else secrets.randbits(SEED_BITS)
+        self.prompt_token_ids: Sequence[int] = ()
+        self.choices: list[Choice] = []
+        self._checked = checked
+        self._wakeup = asyncio.Event()
+        self._failure: HoldbackError | None = None
+        self._failed = asyncio.Event()
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the run fails or is aborted first; then raises why."""
+        working = asyncio.create_task(work)
+        failing = asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({working, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return await working
+        finally:
+            working.cancel()
+            failing.cancel()
+
+    def submit(self, prompt_token_ids: Sequence[int], model: ModelInfo, call: CallContext) -> None:
+        """Checks the request against the model and submits each choice that has not ended already.
+
+        Raises:
+            InvalidArgumentError: the request does not fit the model.
+            AlreadyExistsError: the id is alive at the scheduler.
+            UnavailableError: the scheduler has been away for too long.
+        """
+        default_max_tokens = self.pool.engine.status.default_max_tokens
+        sampling = self._checked.fit(prompt_token_ids, model, default_max_tokens)
+        self.prompt_token_ids = prompt_token_ids
+        for index in range(self._checked.n):
+            self._add_choice(index, dataclasses.replace(sampling, seed=seed_of_choice(self.seed, index)), model, call)
+
+    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """New output of each choice, merged while the caller is busy, until every choice has its end.
+
+        Raises:
+            HoldbackError: a choice failed; the others are closed with the run.
+        """
+        running = list(self.choices)
+        self._wakeup.set()  # a choice may have ended before it began
+        while running:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            if self._failure is not None:
+                raise self._failure
+            for choice in list(running):
+                delta = choice.advance()
+                if choice.end is not None:
+                    running.remove(choice)
+                if choice.end is not None or delta.text or delta.token_ids:
+                    yield choice, delta
+                if choice.error is not None:
+                    raise choice.error
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt counts once, completions are summed."""
+        first = self.choices[0].submission if self.choices else None
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            completion_tokens=sum(choice.num_outputs for choice in self.choices),
+            cached_tokens=(first.num_cached_tokens or 0) if first is not None else 0,
+        )
+
+    def abort(self) -> None:
+        """Ends every choice with finish reason `abort`. A run that has submitted none yet fails instead."""
+        if not self.choices:
+            self.fail(RequestAbortedError(f"request {self.request_id!r} was aborted before it began"))
+        self.close()
+
+    def fail(self, error: HoldbackError) -> None:
+        """Makes the call end with an error."""
+        self._failure = error
+        self._failed.set()
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Aborts what still runs. Does nothing when all has ended."""
+        for choice in self.choices:
+            if choice.submission is not None:
+                choice.submission.close()
+
+    def _add_choice(self, index: int, sampling: SamplingParams, model: ModelInfo, call: CallContext) -> None:
+        checked = self._checked
+        spec = RequestSpec(
+            request_id=self.request_id if checked.n == 1 else f"{self.request_id}/{index}",
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=checked.output_token_ids,
+            sampling=sampling,
+            priority=checked.priority,
+            cache_salt=checked.cache_salt,
+            deadline_ms=call.deadline_ms,
+            trace=call.trace,
+        )
+        table = self.pool.tokenizer.table
+        choice = Choice(
+            index=index,
+            end_rule=EndRule.of(spec, model.eos_token_ids),
+            detokenizer=Detokenizer(table, self.prompt_token_ids, keep_special_tokens=checked.keep_special_tokens),
+            stop=StopStrings(checked.stop),
+        )
+        self.choices.append(choice)
+        choice.resume(checked.output_token_ids)
+        if choice.end is None:
+            choice.submission = self.pool.engine.submit(spec, model, self._wakeup)
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """`seed + index` as a signed number of 64 bits."""
+    return (seed + index + 2**63) % 2**64 - 2**63

@@ -1,0 +1,268 @@
+"""`holdback.v1.InferenceService`: what applications call.
+
+A generation goes: fields and limits, model, template and tokenizer, model limits, submission, then updates until every
+choice has its end. Whatever ends the call ends what it submitted: an error, a deadline, a client that went away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import structlog
+
+from gateway.choice import Choice, ChoiceEnd, Delta
+from gateway.generation import CallContext, GenerationRun
+from gateway.limits import (
+    MAX_MODEL_NAME_BYTES,
+    check_bytes,
+    check_generation,
+    check_input,
+    check_num_tokens,
+    check_vocabulary,
+)
+from gateway.pool import Pool, Pools
+from holdback import codec, rpc
+from holdback.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    ErrorReason,
+    HoldbackError,
+    InternalError,
+    NotFoundError,
+    UnavailableError,
+)
+from holdback.types import ModelInfo, TraceContext
+from holdback.v1 import inference_pb2, inference_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+MAX_TRACE_BYTES = 512
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves the pools of one gateway."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._runs: dict[str, GenerationRun] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+
+    def drain(self) -> None:
+        """From now on every new call is refused; those that run go on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Returns when no generation runs."""
+        await self._idle.wait()
+
+    def fail_all(self, error: HoldbackError) -> None:
+        """Ends every generation that still runs."""
+        for run in self._runs.values():
+            run.fail(error)
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        async with self._answering(context), self._generating(request.generation, context) as run:
+            response = _response(run)
+            response.choices.extend(inference_pb2.Choice(index=choice.index) for choice in run.choices)
+            if request.generation.echo:
+                await _echo(run, request.generation, response)
+            texts = [[choice.text] for choice in response.choices]
+            async for choice, delta in run.deltas():
+                texts[choice.index].append(delta.text)
+                _extend(response.choices[choice.index], choice, delta)
+            for message, parts in zip(response.choices, texts, strict=True):
+                message.text = "".join(parts)
+            response.usage.CopyFrom(codec.encode_usage(run.usage))
+            return response
+
+    async def GenerateStream(  # noqa: N802
+        self, request: inference_pb2.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
+        async with self._answering(context), self._generating(request.generation, context) as run:
+            yield inference_pb2.GenerateStreamResponse(started=_started(run))
+            if request.generation.echo:
+                prompt = await _prompt_text(run, request.generation)
+                for choice in run.choices:
+                    yield _delta_response(choice, Delta(prompt, (), ()))
+            async for choice, delta in run.deltas():
+                if delta.text or delta.token_ids:
+                    yield _delta_response(choice, delta)
+                if choice.end is not None and choice.error is None:
+                    yield inference_pb2.GenerateStreamResponse(end=_end(choice.index, choice.end))
+            finished = inference_pb2.GenerationFinished(usage=codec.encode_usage(run.usage))
+            yield inference_pb2.GenerateStreamResponse(finished=finished)
+
+    async def Abort(  # noqa: N802
+        self, request: inference_pb2.AbortRequest, context: Context
+    ) -> inference_pb2.AbortResponse:
+        async with self._answering(context, even_when_draining=True):
+            run = self._runs.get(request.request_id)
+            if run is None:
+                raise NotFoundError(
+                    f"request_id is {request.request_id[:100]!r}; allowed: the id of a request that this gateway runs",
+                    reason=ErrorReason.REQUEST_NOT_FOUND,
+                )
+            run.abort()
+            return inference_pb2.AbortResponse()
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        async with self._answering(context):
+            pool = self._select(request.model)
+            check_input(request)
+            token_ids = await pool.tokenize(request)
+            model = pool.engine.status.model
+            return inference_pb2.TokenizeResponse(
+                token_ids=token_ids, max_model_len=0 if model is None else model.max_model_len
+            )
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        async with self._answering(context):
+            pool = self._select(request.model)
+            check_num_tokens("token_ids", len(request.token_ids))
+            model = pool.engine.status.model
+            vocab_size = pool.tokenizer.largest_token_id + 1 if model is None else model.vocab_size
+            check_vocabulary("token_ids", request.token_ids, vocab_size)
+            text = await pool.tokenizer.decode(request.token_ids, keep_special_tokens=request.keep_special_tokens)
+            return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        async with self._answering(context):
+            return inference_pb2.ListModelsResponse(models=[pool.describe() for pool in self._pools])
+
+    async def GetModel(  # noqa: N802
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        async with self._answering(context):
+            return inference_pb2.GetModelResponse(model=self._select(request.model).describe())
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: Context, *, even_when_draining: bool = False) -> AsyncIterator[None]:
+        """Turns exceptions into statuses; anything that is not ours becomes INTERNAL and a log line."""
+        try:
+            if self._is_draining and not even_when_draining:
+                raise UnavailableError("the gateway is stopping; try another one", reason=ErrorReason.SHUTTING_DOWN)
+            yield
+        except HoldbackError as error:
+            await rpc.abort(context, error)
+        except Exception:
+            log.exception("call_failed")
+            await rpc.abort(context, InternalError("the gateway failed; its log says why"))
+
+    @contextlib.asynccontextmanager
+    async def _generating(self, message: inference_pb2.Generation, context: Context) -> AsyncIterator[GenerationRun]:
+        """A generation that has been submitted, and is ended with the call."""
+        checked = check_generation(message)
+        pool = self._pools.select(checked.model)
+        request_id = checked.request_id or f"gen-{uuid.uuid4().hex}"
+        if request_id in self._runs:
+            raise AlreadyExistsError(f"request_id is {request_id!r}, which is alive; allowed: another id")
+        run = GenerationRun(request_id, pool, checked)
+        self._runs[request_id] = run
+        self._idle.clear()
+        # the call's end is told at once, also while a message to a slow client is under way
+        context.add_done_callback(lambda _: run.close())  # type: ignore[arg-type]
+        try:
+            model, prompt_token_ids = await run.unless_failed(_prepare(pool, message))
+            run.submit(prompt_token_ids, model, _call_context(context))
+            yield run
+        finally:
+            run.close()
+            del self._runs[request_id]
+            if not self._runs:
+                self._idle.set()
+
+    def _select(self, name: str) -> Pool:
+        check_bytes("model", name, MAX_MODEL_NAME_BYTES)
+        return self._pools.select(name)
+
+
+async def _prepare(pool: Pool, message: inference_pb2.Generation) -> tuple[ModelInfo, list[int]]:
+    """The pool's model and the prompt's tokens. What is wrong with the input is said without waiting for a model."""
+    prompt_token_ids = await pool.tokenize(message)
+    return await pool.wait_for_model(), prompt_token_ids
+
+
+def _call_context(context: Context) -> CallContext:
+    remaining_s = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceededError("the deadline passed before the request could be submitted")
+    metadata = dict(context.invocation_metadata() or ())
+    values = [metadata.get(name, "") for name in ("traceparent", "tracestate")]
+    traceparent, tracestate = (str(value) if len(value) <= MAX_TRACE_BYTES else "" for value in values)
+    deadline_ms = None if remaining_s is None else max(1, int(remaining_s * 1000))
+    return CallContext(deadline_ms, TraceContext(traceparent, tracestate))
+
+
+async def _prompt_text(run: GenerationRun, message: inference_pb2.Generation) -> str:
+    """The prompt as `echo` shows it: text as it was sent, everything else from its tokens."""
+    if message.WhichOneof("input") == "text":
+        return message.text
+    keep = message.keep_special_tokens
+    return await run.pool.tokenizer.decode(run.prompt_token_ids, keep_special_tokens=keep, whole_only=True)
+
+
+async def _echo(
+    run: GenerationRun, message: inference_pb2.Generation, response: inference_pb2.GenerateResponse
+) -> None:
+    prompt = await _prompt_text(run, message)
+    for choice in response.choices:
+        choice.text = prompt
+
+
+def _response(run: GenerationRun) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(request_id=run.request_id, model=run.pool.names[0], seed=run.seed)
+
+
+def _started(run: GenerationRun) -> inference_pb2.GenerationStarted:
+    return inference_pb2.GenerationStarted(
+        request_id=run.request_id,
+        model=run.pool.names[0],
+        seed=run.seed,
+        prompt_tokens=len(run.prompt_token_ids),
+    )
+
+
+def _extend(message: inference_pb2.Choice, choice: Choice, delta: Delta) -> None:
+    message.token_ids.extend(delta.token_ids)
+    message.logprobs.extend(map(codec.encode_logprobs, delta.logprobs))
+    if choice.end is not None:
+        end = _end(choice.index, choice.end)
+        message.finish_reason = end.finish_reason
+        if end.HasField("stop_reason"):
+            message.stop_reason.CopyFrom(end.stop_reason)
+
+
+def _delta_response(choice: Choice, delta: Delta) -> inference_pb2.GenerateStreamResponse:
+    return inference_pb2.GenerateStreamResponse(
+        delta=inference_pb2.ChoiceDelta(
+            index=choice.index,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=map(codec.encode_logprobs, delta.logprobs),
+        )
+    )
+
+
+def _end(index: int, end: ChoiceEnd) -> inference_pb2.ChoiceEnd:
+    message = inference_pb2.ChoiceEnd(index=index, finish_reason=codec.encode_finish_reason(end.finish_reason))
+    if end.stop_string is not None:
+        message.stop_reason.stop_string = end.stop_string
+    elif end.stop_token_id is not None:
+        message.stop_reason.stop_token_id = end.stop_token_id
+    return message

@@ -1,0 +1,151 @@
+"""The gateway process: pools, the services in front of them, health, and an orderly end.
+
+It starts and listens without any scheduler; until one serves, it is unready and requests wait. On SIGTERM or SIGINT it
+becomes unready and refuses new calls, lets running generations end within `drain_timeout_s`, and exits with 0; a second
+signal ends the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import secrets
+import signal
+
+import structlog
+
+from gateway.chat import ChatTemplate
+from gateway.config import GatewayConfig, PoolConfig
+from gateway.engine_client import EngineClient
+from gateway.inference import InferenceService
+from gateway.pool import Pool, Pools
+from gateway.tokenizer import Tokenizer
+from holdback import rpc
+from holdback.errors import ErrorReason, UnavailableError
+from holdback.health import HealthServer
+from holdback.v1 import inference_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+SESSION_BYTES = 16
+STOP_GRACE_S = 2.0  # for calls to end with their status once they were made to
+
+
+class GatewayServer:
+    """All parts of one gateway. `start`, then `drain` and `stop`, on one event loop.
+
+    Attributes:
+        port: of the services, once started.
+        health_port: of `grpc.health.v1`, once started.
+        pools: what is served, once started.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.port = 0
+        self.health_port = 0
+        self.pools = Pools(())
+        self._config = config
+        self._health = HealthServer(config.host, config.health_port)
+        self._server = rpc.create_server()
+        self._service = InferenceService(self.pools)
+        self._is_draining = False
+        self._readiness_tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listens, health first, and begins to connect to the schedulers.
+
+        Raises:
+            ConfigError: a tokenizer directory is none, a name is taken twice, or a port is in use.
+        """
+        self.health_port = await self._health.start()
+        session = secrets.token_hex(SESSION_BYTES)
+        self.pools = Pools([await self._load_pool(pool, session) for pool in self._config.all_pools()])
+        self._service = InferenceService(self.pools)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._service, self._server)
+        self.port = rpc.bind(self._server, self._config.host, self._config.port)
+        await self._server.start()
+        for pool in self.pools:
+            pool.engine.start()
+            self._readiness_tasks.append(asyncio.create_task(self._report_readiness(pool)))
+        if self._config.ports_file is not None:
+            write_ports_file(self._config.ports_file, self.port, self.health_port)
+        log.info("gateway_listens", host=self._config.host, port=self.port, health_port=self.health_port)
+
+    async def drain(self) -> None:
+        """Refuses new calls and returns when the running generations have ended; after `drain_timeout_s` they fail."""
+        self._is_draining = True
+        self._service.drain()
+        await self._health.set_ready(False)
+        log.info("gateway_drains", timeout_s=self._config.drain_timeout_s)
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._service.wait_idle()
+        except TimeoutError:
+            log.warning("gateway_drain_timed_out", timeout_s=self._config.drain_timeout_s)
+
+    async def stop(self) -> None:
+        """Ends what still runs with UNAVAILABLE (SHUTTING_DOWN), then the streams and servers."""
+        self._is_draining = True
+        self._service.drain()
+        self._service.fail_all(UnavailableError("the gateway stopped", reason=ErrorReason.SHUTTING_DOWN))
+        await self._server.stop(STOP_GRACE_S)
+        for task in self._readiness_tasks:
+            task.cancel()
+        for pool in self.pools:
+            await pool.engine.close()
+            pool.tokenizer.close()
+        await self._health.stop()
+        log.info("gateway_stopped")
+
+    async def _load_pool(self, config: PoolConfig, session: str) -> Pool:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer)
+        engine = EngineClient(
+            config.scheduler,
+            session=session,
+            gateway_id=self._config.gateway_id,
+            loss_timeout_s=self._config.scheduler_loss_timeout_s,
+        )
+        template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        return Pool(config.served_model_names, tokenizer, template, engine)
+
+    async def _report_readiness(self, pool: Pool) -> None:
+        while True:
+            next_change = pool.engine.next_change
+            if not self._is_draining:
+                await self._health.set_ready(self.pools.is_ready)
+            await next_change.wait()
+
+
+def write_ports_file(path: pathlib.Path, port: int, health_port: int) -> None:
+    """Writes the ports as JSON; whoever reads the file sees all of it or none."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
+    aside.replace(path)
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Runs a gateway until a signal. Raises ConfigError when it cannot start."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    server = GatewayServer(config)
+    try:
+        await server.start()
+        await stop.wait()
+        await _drain_unless(hurry, server)
+    finally:
+        await server.stop()
+
+
+async def _drain_unless(hurry: asyncio.Event, server: GatewayServer) -> None:
+    draining, hurrying = asyncio.create_task(server.drain()), asyncio.create_task(hurry.wait())
+    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, hurrying):
+        task.cancel()
+    await asyncio.gather(draining, hurrying, return_exceptions=True)

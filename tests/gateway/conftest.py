@@ -1,0 +1,73 @@
+"""A gateway with its real server and client on loopback, before a scheduler that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from gateway.config import GatewayConfig
+from gateway.server import GatewayServer
+from holdback.client import AsyncClient
+from tests.gateway.scripted_scheduler import ScriptedScheduler
+from tests.gateway.small_tokenizers import make_tokenizer, save_directory
+
+
+@pytest.fixture
+def directory(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A model directory with the byte-level tokenizer, which adds no BOS."""
+    return save_directory(tmp_path / "toy", make_tokenizer("byte_level"))
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[ScriptedScheduler]:
+    scheduler = ScriptedScheduler()
+    await scheduler.start()
+    yield scheduler
+    await scheduler.stop()
+
+
+@pytest.fixture
+async def make_gateway(directory: pathlib.Path) -> AsyncIterator[Callable[..., Any]]:
+    """Starts gateways; settings are those of `GatewayConfig`."""
+    servers: list[GatewayServer] = []
+
+    async def make(**settings: Any) -> GatewayServer:
+        if "pools" not in settings:
+            settings = {"tokenizer": directory, "served_model_name": "toy,alias"} | settings
+        server = GatewayServer(GatewayConfig(**settings))
+        servers.append(server)
+        await server.start()
+        return server
+
+    yield make
+    for server in servers:
+        await server.stop()
+
+
+@pytest.fixture
+async def gateway(make_gateway: Callable[..., Any], scheduler: ScriptedScheduler) -> GatewayServer:
+    """A gateway that is connected to `scheduler` and ready."""
+    server: GatewayServer = await make_gateway(scheduler=scheduler.target)
+    await wait_until_ready(server)
+    return server
+
+
+@pytest.fixture
+async def client(gateway: GatewayServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20) as client:
+        yield client
+
+
+async def wait_until_ready(server: GatewayServer) -> None:
+    """Returns when every pool of a gateway serves."""
+    async with asyncio.timeout(10):
+        for pool in server.pools:
+            while True:
+                next_change = pool.engine.next_change
+                if pool.is_ready:
+                    break
+                await next_change.wait()
