@@ -34,11 +34,12 @@ from holdback.types import FinishReason, ModelInfo, RequestSpec, Usage
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.output import RequestUpdate
+from scheduler_svc.core.prefix_cache import PrefixCacheStats
 from scheduler_svc.core.request import Request, check_request
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
 from scheduler_svc.pool import Pool
-from scheduler_svc.requests import Session, Submission, make_req_id, request_id_of
+from scheduler_svc.requests import Session, Submission, log_end, make_req_id
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +66,7 @@ class Dispatcher:
         self._num_submissions = 0
         self._submissions: dict[str, Submission] = {}
         self._parked = GlobalQueue()
-        self._past_prefix_cache = Counter[str]()
+        self._past_prefix_cache = PrefixCacheStats(0, 0)
         self.queue = GlobalQueue()
         self.lanes: list[Lane] = []
         self.num_finished = Counter[FinishReason]()
@@ -81,11 +82,10 @@ class Dispatcher:
         return self.queue.num_tokens + self._parked.num_tokens
 
     @property
-    def prefix_cache_counts(self) -> tuple[int, int]:
-        """Prompt tokens looked up in the prefix cache since start, and how many of them were found."""
-        caches = [lane.core.prefix_cache for lane in self.lanes]
-        past = self._past_prefix_cache
-        return past["queries"] + sum(c.queries for c in caches), past["hits"] + sum(c.hits for c in caches)
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Over all lanes since start, those that are gone included."""
+        stats = [self._past_prefix_cache, *(lane.core.prefix_cache_stats for lane in self.lanes)]
+        return PrefixCacheStats(sum(entry.queries for entry in stats), sum(entry.hits for entry in stats))
 
     # ---- gateways ----
 
@@ -210,9 +210,9 @@ class Dispatcher:
         Args:
             is_lost: the lane did not end by a drain; requests of the steps in flight have moved once more.
         """
+        past, lanes = self._past_prefix_cache, lane.core.prefix_cache_stats
+        self._past_prefix_cache = PrefixCacheStats(past.queries + lanes.queries, past.hits + lanes.hits)
         self.lanes.remove(lane)
-        self._past_prefix_cache["queries"] += lane.core.prefix_cache.queries
-        self._past_prefix_cache["hits"] += lane.core.prefix_cache.hits
         blamed = lane.req_ids_in_flight if is_lost else set()
         moved = []
         for request in lane.core.release_all():
@@ -359,7 +359,7 @@ class Dispatcher:
         submission.session.outbox.ended(
             submission.handle, reason, submission.usage, stop_token_id=stop_token_id, error=error
         )
-        self._log_end(submission, reason, error)
+        log_end(submission, reason, error, self._clock.now())
 
     def _take_out(self, submission: Submission, reason: FinishReason) -> None:
         """After the end of a step the core has finished it already, and `finish` finds nothing."""
@@ -372,27 +372,6 @@ class Dispatcher:
         self.queue.remove(submission.req_id)
         if was_head:
             self._wake_chosen()
-
-    def _log_end(self, submission: Submission, reason: FinishReason, error: HoldbackError | None) -> None:
-        usage, now = submission.usage, self._clock.now()
-        log.info(
-            "request_ended",
-            request_id=request_id_of(submission.req_id),
-            gateway=submission.session.name,
-            finish_reason=reason.value,
-            error_reason=None if error is None else error.reason.value,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            queued_s=round(submission.queued_s, 6),
-            first_token_s=_since(submission.arrived_at, submission.first_token_at),
-            total_s=_since(submission.arrived_at, now),
-            num_moves=submission.num_moves,
-        )
-
-
-def _since(start: float, end: float | None) -> float | None:
-    return None if end is None else round(end - start, 6)
 
 
 def _replaced(spec: RequestSpec) -> RequestAbortedError:

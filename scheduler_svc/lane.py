@@ -174,8 +174,7 @@ class Lane:
 
     def uncached_prefill_us(self, request: Request) -> int:
         """Expected time to prefill a request here, what is cached here left out."""
-        num_cached_tokens = len(self.core._find_hit(request)) * self.info.limits.block_size
-        return self.latencies.prefill_us(request.num_prefill_tokens, num_cached_tokens)
+        return self.latencies.prefill_us(request.num_prefill_tokens, self.core.num_hit_tokens(request))
 
     async def run(self) -> None:
         """Returns when drained; otherwise ends with what went wrong."""
@@ -204,19 +203,17 @@ class Lane:
                 f"output.step is {output.step}; allowed: {expected}, the oldest step in flight",
                 reason=ErrorReason.STEP_OUT_OF_ORDER,
             )
-        self._check_contents(output, num_rows=len(self._in_flight[0].output.num_scheduled_tokens))
+        self._check_tokens(output, self._in_flight[0].output)
         return self._in_flight.popleft()
 
-    def _check_contents(self, output: ModelRunnerOutput, num_rows: int) -> None:
-        """What the core does not check before it changes anything; it checks the number of tokens."""
+    def _check_tokens(self, output: ModelRunnerOutput, step: SchedulerOutput) -> None:
+        """What the core leaves to its caller; it checks numbers of tokens, and rows, before it changes anything."""
         where = f"of step {output.step}"
         largest = max(output.sampled_token_ids, default=0)
         if largest >= self.info.model.vocab_size:
             limit = f"[0, {self.info.model.vocab_size})"
             raise InternalError(f"sampled_token_ids {where} has {largest}; allowed: {limit}")
-        if any(row >= num_rows for row in output.failed_rows) or len(set(output.failed_rows)) < len(output.failed_rows):
-            raise InternalError(f"failed_rows {where} is {output.failed_rows}; allowed: [0, {num_rows}), each once")
-        if not num_rows and output.sampled_token_ids:
+        if not step.num_scheduled_tokens and output.sampled_token_ids:
             raise InternalError(f"sampled_token_ids {where} has tokens; allowed: none, the step ran no request")
 
     async def _send_steps(self) -> None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from holdback.errors import AlreadyExistsError, InvalidArgumentError
-from holdback.types import RequestSpec, Usage
+import structlog
+
+from holdback.errors import AlreadyExistsError, HoldbackError, InvalidArgumentError
+from holdback.types import FinishReason, RequestSpec, Usage
 from scheduler_svc.clock import Timer
 from scheduler_svc.core.request import Request
 from scheduler_svc.outbox import Outbox
 
 if TYPE_CHECKING:
     from scheduler_svc.lane import Lane
+
+log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID_BYTES = 256
 
@@ -127,6 +131,25 @@ class Session:
                 f"{living.spec.generation}; allowed: another id, or a higher generation"
             )
         return living
+
+
+def log_end(submission: Submission, reason: FinishReason, error: HoldbackError | None, now: float) -> None:
+    """The one line of a request's end. Times are seconds; those of the first token and the end count from arrival."""
+    usage, arrived_at, first_token_at = submission.usage, submission.arrived_at, submission.first_token_at
+    log.info(
+        "request_ended",
+        request_id=submission.spec.request_id,
+        gateway=submission.session.name,
+        finish_reason=reason.value,
+        error_reason=None if error is None else error.reason.value,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        queued_s=round(submission.queued_s, 6),
+        first_token_s=None if first_token_at is None else round(first_token_at - arrived_at, 6),
+        total_s=round(now - arrived_at, 6),
+        num_moves=submission.num_moves,
+    )
 
 
 def make_req_id(number: int, request_id: str) -> str:

@@ -17,7 +17,7 @@ def load(pool: Pool, dispatcher: Dispatcher) -> scheduler_pb2.GetLoadResponse:
     lanes = dispatcher.lanes
     usable = sum(lane.core.num_usable_blocks for lane in lanes)
     free = sum(lane.core.num_free_blocks for lane in lanes)
-    queries, hits = dispatcher.prefix_cache_counts
+    prefix_cache = dispatcher.prefix_cache_stats
     return scheduler_pb2.GetLoadResponse(
         num_running=sum(len(lane.core.running) for lane in lanes),
         num_waiting=dispatcher.num_waiting,
@@ -25,8 +25,8 @@ def load(pool: Pool, dispatcher: Dispatcher) -> scheduler_pb2.GetLoadResponse:
         num_executors=pool.num_executors,
         num_slots=sum(lane.info.limits.max_num_seqs for lane in lanes),
         kv_usage=(usable - free) / usable if usable else 0.0,
-        prefix_cache_queries=queries,
-        prefix_cache_hits=hits,
+        prefix_cache_queries=prefix_cache.queries,
+        prefix_cache_hits=prefix_cache.hits,
         finished=[
             scheduler_pb2.FinishedCount(finish_reason=codec.encode_finish_reason(reason), count=count)
             for reason, count in dispatcher.num_finished.items()

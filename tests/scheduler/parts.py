@@ -318,6 +318,15 @@ class Simulation:
         read_outbox(self.session.outbox, self.answers)
         return self.answers
 
+    async def until_started(self, handle: int) -> Answer:
+        """Lets the lanes run until the request of a handle has been bound; the test's timeout bounds it."""
+        await until(lambda: bool(self.read()[handle].started))
+        return self.answers[handle]
+
+    async def until_ended(self, handle: int) -> Answer:
+        await until(lambda: self.read()[handle].ended is not None)
+        return self.answers[handle]
+
     async def stop(self) -> None:
         for lane in self.lanes:
             await lane.stop()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from holdback.errors import UnavailableError
-from holdback.types import FinishReason, RequestSpec
+from holdback.types import FinishReason, RequestSpec, SchedulerOutput
 from scheduler_svc import state
 from scheduler_svc.requests import Session, request_id_of
 from tests.scheduler.parts import Simulation, answer_of, build_spec, settle, until
@@ -23,7 +23,7 @@ async def test_a_request_is_answered_and_ends_once(simulate: Simulate) -> None:
     simulation = simulate()
     simulation.add_lane()
     simulation.submit(7, build_spec(prompt=[20, 21, 22], max_tokens=3))
-    await until(lambda: simulation.read()[7].ended is not None)
+    await simulation.until_ended(7)
     answer = simulation.answers[7]
     assert answer.tokens == [79, 82, 85]  # 16 + (63 + 3 i) % 100
     assert answer.finish_reason == "length"
@@ -109,7 +109,7 @@ async def test_decodes_are_not_hidden_behind_a_prefill_that_cannot_be_placed(sim
     simulation.submit(0, build_spec("A", [20] * 100, max_tokens=20))
     await settle()
     simulation.submit(1, build_spec("B", [21] * 48, max_tokens=1))
-    steps = []
+    steps: list[SchedulerOutput] = []
     while simulation.read()[1].ended is None:
         assert len(steps) < 200
         steps.append(await lane.step())
@@ -134,16 +134,16 @@ async def test_a_cached_prefix_draws_a_request_to_its_lane(simulate: Simulate) -
     other = simulation.add_lane("executor-1")
     long_prompt = list(range(20, 60))
     simulation.submit(0, build_spec("warm", long_prompt, max_tokens=1))
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     simulation.submit(1, build_spec("busy", [90], max_tokens=20))
-    await until(lambda: bool(simulation.read()[1].started))
+    await simulation.until_started(1)
     assert simulation.answers[0].started[0].executor_id == "executor-0"
     simulation.submit(2, build_spec("hit", long_prompt, max_tokens=1))
-    await until(lambda: simulation.read()[2].ended is not None)
+    await simulation.until_ended(2)
     assert simulation.answers[2].started[0].executor_id == "executor-0"
     assert simulation.answers[2].started[0].num_cached_tokens == 36  # (40 - 1) // 4 blocks of 4
     assert not any("hit" in req_id for step in other.sent for req_id in step.num_scheduled_tokens)
-    assert simulation.dispatcher.prefix_cache_counts == (81, 36)
+    assert simulation.dispatcher.prefix_cache_stats == (81, 36)
 
 
 async def test_the_faster_executor_is_chosen_where_nothing_is_cached(simulate: Simulate) -> None:
@@ -151,7 +151,7 @@ async def test_the_faster_executor_is_chosen_where_nothing_is_cached(simulate: S
     simulation.add_lane("slow", prefill_us=200)
     simulation.add_lane("fast", prefill_us=100)
     simulation.submit(0, build_spec())
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     assert simulation.answers[0].started[0].executor_id == "fast"
 
 
@@ -163,7 +163,7 @@ async def test_a_new_lane_helps_with_the_backlog_at_once(simulate: Simulate) -> 
     await settle()
     assert simulation.read().started_order == [0]
     simulation.add_lane("new", max_num_seqs=1)
-    await until(lambda: simulation.read()[2].ended is not None)
+    await simulation.until_ended(2)
     assert [simulation.answers[handle].started[0].executor_id for handle in (1, 2)] == ["new", "new"]
     assert len(full.sent) == 1
 
@@ -174,7 +174,7 @@ async def test_nothing_is_sent_to_an_idle_executor(simulate: Simulate) -> None:
     await settle()
     assert lane.sent == []
     simulation.submit(0, build_spec(max_tokens=1))
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     await settle()
     assert [len(step.num_scheduled_tokens) for step in lane.sent] == [1, 0]
     assert [request_id_of(req_id) for req_id in lane.sent[1].finished_req_ids] == ["r"]
@@ -244,12 +244,12 @@ async def test_an_id_that_is_alive_is_refused_on_the_new_handle_only(simulate: S
     simulation.add_lane()
     simulation.submit(0, build_spec("job-7", prompt_of(0), max_tokens=20))
     simulation.submit(1, build_spec("job-7", prompt_of(1), max_tokens=20))
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     assert simulation.answers[1].error_reason == "REQUEST_ID_IN_USE"
     assert simulation.answers[1].tokens == []
     assert simulation.answers[0].tokens == answer_of(prompt_of(0), 20)
     simulation.submit(2, build_spec("job-7", prompt_of(2), max_tokens=2))
-    await until(lambda: simulation.read()[2].ended is not None)
+    await simulation.until_ended(2)
     assert simulation.answers[2].tokens == answer_of(prompt_of(2), 2)
 
 
@@ -293,7 +293,7 @@ async def test_sessions_do_not_share_ids(simulate: Simulate) -> None:
     simulation.submit(0, build_spec("same"))
     simulation.dispatcher.submit(other, 0, build_spec("same"))
     simulation.dispatcher.abort(other, "same", 0)
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     assert simulation.answers[0].finish_reason == "length"
 
 
@@ -338,7 +338,7 @@ async def test_a_bad_request_is_refused_and_others_are_served(
     simulation.submit(1, spec)
     if not model_is_known:
         simulation.add_lane()
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     answer = simulation.read()[1]
     assert answer.ended is not None
     assert answer.error_reason == reason
@@ -429,7 +429,7 @@ async def test_before_the_first_executor_requests_wait_until_their_own_deadline(
     assert answers[0].ended is None
     assert answers[1].error_reason == "DEADLINE_EXCEEDED"
     simulation.add_lane()
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     assert answers[0].finish_reason == "length"
 
 
@@ -437,7 +437,7 @@ async def test_a_pool_that_lost_its_executor_waits_and_then_gives_up(simulate: S
     simulation = simulate(executor_loss_timeout_s=30)
     lane = simulation.add_lane()
     simulation.submit(0, build_spec("before", prompt_of(0)))
-    await until(lambda: simulation.read()[0].ended is not None)
+    await simulation.until_ended(0)
     await lane.lose(UnavailableError("gone"))
     simulation.submit(1, build_spec("during", prompt_of(1)))
     simulation.clock.advance(29)
@@ -453,7 +453,7 @@ async def test_a_pool_that_lost_its_executor_waits_and_then_gives_up(simulate: S
     simulation.add_lane("executor-1")
     assert simulation.pool.is_ready
     simulation.submit(3, build_spec("again", prompt_of(3)))
-    await until(lambda: simulation.read()[3].ended is not None)
+    await simulation.until_ended(3)
     assert simulation.answers[3].finish_reason == "length"
 
 
@@ -472,12 +472,12 @@ async def test_all_blocks_come_back_whatever_ends_a_request(simulate: Simulate) 
             deadline_ms=1 if kind == 1 else None,
         )
         simulation.submit(handle, spec)
-        await until(lambda: bool(simulation.read()[handle].started))
+        await simulation.until_started(handle)
         if kind == 1:
             simulation.clock.advance(1)
         if kind == 2:
             simulation.dispatcher.abort(simulation.session, f"r{handle}", 0)
-        await until(lambda: simulation.read()[handle].ended is not None)
+        await simulation.until_ended(handle)
         await settle()
         assert lane.lane.core.num_free_blocks == 20
         assert simulation.dispatcher.num_waiting == 0
