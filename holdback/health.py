@@ -6,6 +6,8 @@ process was last told; a process starts unready, and its health server is up bef
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -42,3 +44,5 @@ class HealthServer:
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(None)
+            # one turn for watchers to end in; a loop that closes before it would log each of them as a failure
+            await asyncio.sleep(0)
