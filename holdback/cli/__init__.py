@@ -43,6 +43,8 @@ OWN_PACKAGES = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Exit status: 0, 1 when it failed, 2 when it was called or configured wrongly."""
+    # Before gRPC is loaded: its C core writes lines of its own form to standard error, harmless ones too.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         return dispatch(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:
