@@ -12,8 +12,9 @@ Everything that goes wrong is raised as an exception of `holdback.errors`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
@@ -189,7 +190,8 @@ class Model:
 class GenerationStream:
     """An answer while it comes: an async iterator of pieces.
 
-    Leaving the loop early does not end the request at once; `close` does, and so does leaving `async with`.
+    The request ends with `close`, with the end of `async with`, and when nothing refers to the stream any more, as
+    after leaving the loop early.
 
     Attributes:
         request_id: known with the first piece, as `model`, `seed` and `prompt_tokens`.
@@ -208,13 +210,26 @@ class GenerationStream:
         self.prompt_tokens = 0
         self.usage: Usage | None = None
         self._call = call
-        self._pieces = self._read()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._pieces
+    def __aiter__(self) -> Self:
+        return self
 
     async def __anext__(self) -> Piece:
-        return await anext(self._pieces)
+        try:
+            # no generator: it would refer to itself, and a loop that is left would go on at the gateway
+            while isinstance(response := await self._call.read(), inference_pb2.GenerateStreamResponse):
+                piece = self._decode(response)
+                if piece is not None:
+                    return piece
+        except grpc.aio.AioRpcError as failure:
+            raise rpc.error_from_rpc(failure) from failure
+        except asyncio.CancelledError:
+            _raise_if_closed()
+            self._call.cancel()
+            raise
+        if self.usage is None:
+            raise InternalError("the gateway ended the stream without saying that it is complete")
+        raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
         return self
@@ -224,25 +239,13 @@ class GenerationStream:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop may be gone already
+            self._call.cancel()
+
     def close(self) -> None:
         """Ends the request if it still runs; who iterates over it gets RequestAbortedError."""
         self._call.cancel()
-
-    async def _read(self) -> AsyncIterator[Piece]:
-        try:
-            async for response in self._call:
-                piece = self._decode(response)
-                if piece is not None:
-                    yield piece
-        except grpc.aio.AioRpcError as failure:
-            raise rpc.error_from_rpc(failure) from failure
-        except asyncio.CancelledError:
-            _raise_if_closed()
-            raise
-        finally:
-            self._call.cancel()
-        if self.usage is None:
-            raise InternalError("the gateway ended the stream without saying that it is complete")
 
     def _decode(self, response: inference_pb2.GenerateStreamResponse) -> Piece | None:
         event = response.WhichOneof("event")
@@ -408,7 +411,9 @@ def _encode(prompt: str | None, options: GenerateOptions) -> inference_pb2.Gener
     stop = given.get("stop", ())
     _set("stop", (stop,) if isinstance(stop, str) else stop, message.stop.extend)
     _set("output_token_ids", given.get("output_token_ids", ()), message.output_token_ids.extend)
-    _encode_sampling(message.sampling, given)
+    sampling = _encode_sampling(given)
+    if sampling.ListFields():
+        message.sampling.CopyFrom(sampling)
     return message
 
 
@@ -436,7 +441,8 @@ def _encode_messages(messages: Sequence[Message]) -> inference_pb2.ChatMessages:
     return chat
 
 
-def _encode_sampling(message: types_pb2.SamplingParams, given: Mapping[str, Any]) -> None:
+def _encode_sampling(given: Mapping[str, Any]) -> types_pb2.SamplingParams:
+    message = types_pb2.SamplingParams()
     for name in _SAMPLING:
         if name in given:
             _set(f"sampling.{name}", given[name], functools.partial(setattr, message, name))
@@ -447,6 +453,7 @@ def _encode_sampling(message: types_pb2.SamplingParams, given: Mapping[str, Any]
     for token_id, bias in given.get("logit_bias", {}).items():
         entry = {"token_id": token_id, "bias": bias}
         _set("sampling.logit_bias", entry, lambda fields: message.logit_bias.add(**fields))
+    return message
 
 
 def _set(field: str, value: Any, setter: Callable[[Any], object]) -> None:
