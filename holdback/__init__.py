@@ -10,15 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdback.client import (
-        AsyncClient,
-        Choice,
-        GenerateOptions,
-        Generation,
-        GenerationStream,
-        Model,
-        Piece,
-    )
+    from holdback.answers import Choice, Generation, Model, Piece
+    from holdback.client import AsyncClient, GenerationStream
     from holdback.errors import (
         AlreadyExistsError,
         ConfigError,
@@ -33,6 +26,7 @@ if TYPE_CHECKING:
         ResourceExhaustedError,
         UnavailableError,
     )
+    from holdback.options import GenerateOptions
     from holdback.types import FinishReason, ModelInfo, TokenLogprobs, Usage
 
 __all__ = [
@@ -61,15 +55,20 @@ __all__ = [
     "Usage",
 ]
 
-_IN_CLIENT = frozenset({"AsyncClient", "Choice", "GenerateOptions", "Generation", "GenerationStream", "Model", "Piece"})
-_IN_TYPES = frozenset({"FinishReason", "ModelInfo", "TokenLogprobs", "Usage"})
+_MODULES = {
+    "answers": ("Choice", "Generation", "Model", "Piece"),
+    "client": ("AsyncClient", "GenerationStream"),
+    "options": ("GenerateOptions",),
+    "types": ("FinishReason", "ModelInfo", "TokenLogprobs", "Usage"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "client" if name in _IN_CLIENT else "types" if name in _IN_TYPES else "errors"
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}")
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.server import GatewayServer
-from holdback.client import AsyncClient, GenerationStream, Piece
+from holdback import AsyncClient, GenerationStream, Piece
 from holdback.errors import (
     AlreadyExistsError,
     DeadlineExceededError,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdback import rpc
-from holdback.client import AsyncClient, Choice, Generation, Model, Piece
+from holdback import AsyncClient, Choice, Generation, Model, Piece, rpc
 from holdback.errors import (
     DeadlineExceededError,
     ErrorReason,
