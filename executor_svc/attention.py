@@ -2,8 +2,8 @@
 
 A model is called with `use_cache=False` and one more keyword argument, `holdback`, which its layers pass through to
 `paged_attention` untouched. With a `PagedContext` there, new keys and values are first written into their blocks, and
-then each query attends to what the block tables show: a chunk of a prefill sees the chunks before it and a prefix hit, a
-decode row its history.
+then each query attends to what the block tables show: a chunk of a prefill sees the chunks before it and a prefix hit,
+a decode row its history.
 
 Causality goes by a token's place in its context, never by its position number. What a row may not see is selected away,
 never multiplied by zero: the null block, the sink and the rest of a last block may hold anything, NaN included, for
@@ -129,9 +129,13 @@ class PagedContext:
     _hidden_rows: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Cuts the block tables to what the longest context needs: on a CPU the context length is data."""
-        blocks = -(-max(self.longest_context, 1) // self.cache.block_size)
-        self.block_tables = self.block_tables[:, :blocks]
+        """Cuts the block tables to what the longest context needs: on a CPU the context length is data.
+
+        In multiples of 16 tokens, so that no row's last keys are handled apart from the vectors before them: then a row
+        gets the same bits whatever the longest context of its batch is.
+        """
+        tokens = -(-max(self.longest_context, 1) // 16) * 16
+        self.block_tables = self.block_tables[:, : -(-tokens // self.cache.block_size)]
 
     def note(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
         """Nothing: the probe at load has seen it all."""
@@ -145,14 +149,15 @@ class PagedContext:
     def _attend_prefill(self, call: AttentionCall) -> torch.Tensor:
         """Zero for padding tokens, whose keys and values are read by nobody."""
         num_tokens, context = self.num_tokens, self.longest_context
-        query = call.query[0, :, :num_tokens].unflatten(0, (call.num_kv_heads, call.group_size))
+        groups = (call.num_kv_heads, call.group_size)
+        query = call.query[0, :, :num_tokens].reshape(*groups, num_tokens, -1)
         if context == num_tokens:  # nothing before this chunk: no need to read back what was written
             key, value = call.key[0, :, :num_tokens], call.value[0, :, :num_tokens]
         else:
             pages = self.cache.gather(call.layer, self.block_tables)
             key, value = (page[0, :context].transpose(0, 1) for page in pages)
         # Query heads of a group share one key head without a copy: a dimension of size 1 that broadcasts.
-        shared = (call.num_kv_heads, call.group_size, context, key.shape[-1])
+        shared = (*groups, context, key.shape[-1])
         key, value = key[:, None].expand(shared), value[:, None].expand(shared)
         if call.softcap is not None or call.sinks is not None:
             attended = self._attend_in_slices(call, query, key, value)
@@ -169,11 +174,8 @@ class PagedContext:
     ) -> torch.Tensor:
         mask = self._mask(call.sliding_window)
         sinks = None if call.sinks is None else call.sinks.view(call.num_kv_heads, call.group_size, 1, 1)
-        parts = [
-            _attend_plainly(call, query[:, :, start : start + _QUERY_SLICE], key, value, visible, sinks)
-            for start, visible in ((start, mask[start : start + _QUERY_SLICE]) for start in range(0, len(mask), _QUERY_SLICE))
-        ]
-        return torch.cat(parts, dim=2)
+        slices = zip(torch.split(query, _QUERY_SLICE, dim=2), torch.split(mask, _QUERY_SLICE), strict=True)
+        return torch.cat([_attend_plainly(call, part, key, value, visible, sinks) for part, visible in slices], dim=2)
 
     def _attend_decode(self, call: AttentionCall) -> torch.Tensor:
         batch = call.query.shape[0]

@@ -1,8 +1,8 @@
 """Drawing tokens from rows of logits, so that a row's token depends on that row alone.
 
 A request must get the same tokens whoever shares its batch (`seed` promises it), so nothing here reduces across rows,
-and every sum of fractions along a row is one that runs in order (`cumsum`) or row by row (`softmax`): `sum` would add in
-another order when a row is alone. Equal logits are ranked by token id, the lower first, wherever a rank matters.
+and every sum of fractions along a row is one that runs in order (`cumsum`) or row by row (`softmax`): `sum` would add
+in another order when a row is alone. Equal logits are ranked by token id, the lower first, wherever a rank matters.
 """
 
 from __future__ import annotations

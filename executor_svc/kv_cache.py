@@ -7,9 +7,11 @@ sink: what padding tokens write goes there, and nothing reads it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from holdback.buckets import blocks_for
@@ -51,15 +53,20 @@ class KVCache:
         return self.num_blocks * self.block_size
 
     def reset(self) -> None:
-        """Zeroes everything. New tensors rather than a fill: the kernel hands out zero pages, and only those that are
-        written ever become resident."""
+        """Zeroes everything."""
         self.keys, self.values = self._allocate(), self._allocate()
 
     def _allocate(self) -> list[torch.Tensor]:
-        blocks, size = self.num_blocks + 1, self.block_size
-        return [
-            torch.zeros(blocks, size, layer.num_kv_heads, layer.head_dim, dtype=self._dtype) for layer in self._layers
-        ]
+        """Of fresh pages, which the system zeroes when they are first written: what nobody uses is never resident.
+
+        numpy asks for such pages; torch fills memory itself, which makes all of it resident at once.
+        """
+        tensors = []
+        for layer in self._layers:
+            shape = (self.num_blocks + 1, self.block_size, layer.num_kv_heads, layer.head_dim)
+            num_bytes = math.prod(shape) * self._dtype.itemsize
+            tensors.append(torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self._dtype).view(shape))
+        return tensors
 
     def rows_for(self, slot_mapping: torch.Tensor) -> torch.Tensor:
         """Rows of the flat cache for `slot_mapping` (int [T]); -1 becomes the sink. int64 [T]."""
@@ -107,7 +114,8 @@ def choose_num_blocks(
     """
     if num_blocks is not None:
         if kv_cache_bytes is not None:
-            raise ConfigError(f"num_blocks is {num_blocks} and kv_cache_bytes is {kv_cache_bytes}; allowed: one of them")
+            both = f"num_blocks is {num_blocks} and kv_cache_bytes is {kv_cache_bytes}"
+            raise ConfigError(f"{both}; allowed: one of them")
         if num_blocks < 2:
             raise ConfigError(f"num_blocks is {num_blocks}; allowed: at least 2, the null block and a usable one")
         return num_blocks

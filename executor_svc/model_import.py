@@ -1,8 +1,8 @@
 """`holdback model import`: makes a model directory in Hugging Face layout from a GGUF file or from another directory.
 
 What is imported once is read by every executor (weights, configuration) and by the gateway (tokenizer, chat template)
-without a conversion of its own. The directory is made aside and renamed when complete, so a destination that exists is a
-whole one, and a record of its source in it makes a second import of the same source do nothing.
+without a conversion of its own. The directory is made aside and renamed when complete, so a destination that exists is
+a whole one, and a record of its source in it makes a second import of the same source do nothing.
 
 Quantized GGUF weights are unpacked into dense ones: the device runs float32 or bfloat16.
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
 import shutil
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,10 +43,12 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-# The splits that transformers makes of `tokenizer.ggml.pre`, and those of the GPT-2 kind, which it makes of any other
-# name. A name in neither, nor below, would be split as GPT-2 does and silently give other token ids.
-GPT2_SPLITS = frozenset({"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais"})
-DIGIT_SPLITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+# transformers knows the split of some values of `tokenizer.ggml.pre` and splits as GPT-2 does for any other, which
+# gives other token ids without a word where that is wrong. So a value must be known there or here.
+GPT2_SPLITS = frozenset({"gpt-2", "phi-2"})
+DIGIT_SPLITS = frozenset({"smollm", "starcoder", "refact"})
+"""Each numeral is a piece of its own, the rest is split as by GPT-2."""
+
 PROBE_TEXTS = (
     "Hello, world! It's 12:34 on 2024-05-06,  and   1234567 tokens  42 wait.\n\n  7 indented\tlines\n 8",
     "naïve café — 東京 한국어 🙂👩‍👩‍👧 \u00a0ⅷ ½ ٣٤",
@@ -205,27 +207,38 @@ def _stage_setter(bar: Any) -> Callable[[str], None]:
 
 def _convert(source: Source, aside: pathlib.Path, dtype: str, enter: Callable[[str], None]) -> None:
     enter("loading weights")
+    metadata = _read_gguf_metadata(source.path) if source.is_gguf else {}
     model = _load_gguf(source.path) if source.is_gguf else load_plain(source.path, torch.float32)
     enter("writing weights")
-    model.to(DTYPES[dtype])  # type: ignore[arg-type]
+    model.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
     model.save_pretrained(aside, max_shard_size="5GB")
     enter("writing tokenizer")
-    if not source.is_gguf and (source.path / "tokenizer.json").is_file():
+    if source.is_gguf:
+        _write_tokenizer(aside, _gguf_tokenizer(source.path, metadata))
+    elif (source.path / "tokenizer.json").is_file():
         for name in TOKENIZER_FILES:
             if (source.path / name).is_file():
                 shutil.copyfile(source.path / name, aside / name)
     else:
-        tokenizer = _gguf_tokenizer(source.path) if source.is_gguf else _converted_tokenizer(source.path)
-        tokenizer.save_pretrained(aside)
-        _check_tokenizer(aside, tokenizer)
-    _check_vocabulary(aside, int(model.config.vocab_size))
+        _write_tokenizer(aside, _converted_tokenizer(source.path))
+    _check_vocabulary(aside, int(model.config.get_text_config(decoder=True).vocab_size))
+    for path in aside.iterdir():
+        path.chmod(0o644)  # safetensors makes files that only their owner reads
+
+
+def _read_gguf_metadata(path: pathlib.Path) -> dict[str, Any]:
+    """Scalars and strings of a GGUF file. Raises ConfigError where it is none, or cut off: every tensor is mapped."""
+    try:
+        fields = gguf.GGUFReader(path).fields
+        return {name: field.contents() for name, field in fields.items() if gguf.GGUFValueType.ARRAY not in field.types}
+    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+        raise _refuse(path, f"which is cut off or no GGUF file: {error}") from error
 
 
 def _load_gguf(path: pathlib.Path) -> Any:
     """The model of a GGUF file, dense, in float32."""
     try:
-        gguf.GGUFReader(path)  # maps every tensor, so a truncated file is found before anything is built
         return transformers.AutoModelForCausalLM.from_pretrained(
             str(path.parent),
             gguf_file=path.name,
@@ -233,26 +246,29 @@ def _load_gguf(path: pathlib.Path) -> Any:
             dtype=torch.float32,
             local_files_only=True,
         )
-    except (ValueError, IndexError, KeyError, OSError, RuntimeError, struct.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"SRC is {str(path)!r}, which is no GGUF model that can be read: {error}") from error
+    except (ValueError, IndexError, KeyError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        raise _refuse(path, f"which transformers cannot load: {error}") from error
 
 
-def _gguf_tokenizer(path: pathlib.Path) -> Any:
+def _refuse(path: pathlib.Path, problem: str) -> ConfigError:
+    return ConfigError(f"SRC is {str(path)!r}, {problem}")
+
+
+def _gguf_tokenizer(path: pathlib.Path, metadata: dict[str, Any]) -> Any:
     """The tokenizer that a GGUF file describes, its text split the way the original splits it."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-    fields = gguf.GGUFReader(path).fields
-    kind = fields["tokenizer.ggml.model"].contents()
-    split = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else "default"
-    if kind != "gpt2":
-        return tokenizer
-    if split in DIGIT_SPLITS:
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if kind == "gpt2" and split not in GPT2_SPLITS | DIGIT_SPLITS | _splits_of_transformers():
+        problem = f"whose tokenizer.ggml.pre is {split!r}: how that splits text is not known here"
+        raise _refuse(path, f"{problem}; import the model's Hugging Face directory instead")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True
+        )
+    except (ValueError, IndexError, KeyError, TypeError, OSError, RuntimeError) as error:
+        raise _refuse(path, f"whose tokenizer transformers cannot read: {error}") from error
+    if kind == "gpt2" and split in DIGIT_SPLITS:
         byte_level = pre.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), byte_level])
-    elif split not in GPT2_SPLITS | _splits_of_transformers():
-        raise ConfigError(
-            f"SRC is {str(path)!r}, whose tokenizer.ggml.pre is {split!r}: how it splits text is not known here; "
-            "import a directory in Hugging Face layout instead"
-        )
     return tokenizer
 
 
@@ -265,20 +281,24 @@ def _splits_of_transformers() -> frozenset[str]:
 def _converted_tokenizer(path: pathlib.Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"SRC is {str(path)!r}, which has no tokenizer.json, nor one that can be made: {error}"
-        ) from error
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise _refuse(path, f"which has no tokenizer.json, nor files to make one from: {error}") from error
 
 
-def _check_tokenizer(directory: pathlib.Path, original: Any) -> None:
-    """The written tokenizer.json must give what the tokenizer gave in memory, alone and through transformers."""
+def _write_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
+    """Writes a tokenizer and proves that both ways to read it give what it gave in memory."""
+    tokenizer.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for how_it_was_loaded in ("local_files_only", "is_local", "backend"):
+        config.pop(how_it_was_loaded, None)
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     alone = Tokenizer.from_file(str(directory / "tokenizer.json"))
     again = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     for text in PROBE_TEXTS:
-        expected = original(text).input_ids
+        expected = tokenizer(text).input_ids
         if alone.encode(text).ids != expected or again(text).input_ids != expected:
-            raise ConfigError(f"the tokenizer of the source changes when it is written: {text!r} gets other token ids")
+            raise ConfigError(f"the tokenizer of SRC changes when it is written: {text!r} gets other token ids")
 
 
 def _check_vocabulary(directory: pathlib.Path, vocab_size: int) -> None:
@@ -298,20 +318,22 @@ def _write_record(aside: pathlib.Path, source: Source, identity: Identity) -> No
 
 @contextlib.contextmanager
 def _quiet_transformers(*, show_bars: bool) -> Iterator[None]:
-    """Errors only, and its bars only where ours shows: what it has to say of a conversion is checked here anyway."""
-    logging = transformers.logging
+    """Errors only, and its bars only where ours shows. What it has to say of a conversion is checked here anyway."""
+    logging: Any = transformers.logging
     before, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.ERROR)
     (logging.enable_progress_bar if show_bars else logging.disable_progress_bar)()
     try:
-        yield
+        # One of its bars, of GGUF tensors, asks nobody.
+        with contextlib.nullcontext() if show_bars else contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.set_verbosity(before)
         (logging.enable_progress_bar if had_bars else logging.disable_progress_bar)()
 
 
 def run(source_name: str, destination: pathlib.Path, dtype: str) -> str:
-    """Imports with a progress bar and returns the sentence to print."""
-    if import_model(source_name, destination, dtype, show_progress=None if sys.stderr.isatty() else False):
+    """Imports with a progress bar on a terminal and returns the sentence to print."""
+    if import_model(source_name, destination, dtype):
         return f"imported {source_name} to {destination} as {dtype}"
     return f"{destination} is already a complete import of {source_name} as {dtype}"

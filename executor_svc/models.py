@@ -2,7 +2,7 @@
 
 No model definition is written or changed here. A directory holds `config.json`, `*.safetensors` (with an index where
 there are several) and the tokenizer files, which the executor never reads. Whatever is wrong with it is found before
-the executor registers, with one sentence that says what; nothing in it is executed or unpickled, and nothing is fetched.
+the executor registers, with one sentence that says what. Nothing in it is executed or unpickled, nothing is fetched.
 """
 
 from __future__ import annotations
@@ -113,14 +113,18 @@ def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
     """`config.json` of a model directory. Raises ConfigError where it says nothing that can be run."""
     if not directory.is_dir():
-        raise ConfigError(f"model is {str(directory)!r}, which is no directory; allowed: one with config.json and weights")
+        raise _refuse(directory, "is no directory; allowed: one with config.json and *.safetensors")
     config = _read_json(directory / "config.json")
     for key in ("model_type", "architectures"):
         if not config.get(key):
-            raise ConfigError(f"model is {str(directory)!r}, whose config.json has no {key}")
+            raise _refuse(directory, f"has a config.json without {key}, so no model can be made of it")
     if config.get("quantization_config"):
-        raise ConfigError(f"model is {str(directory)!r}, whose weights are quantized; allowed: float weights")
+        raise _refuse(directory, "has quantized weights; allowed: float weights")
     return config
+
+
+def _refuse(directory: pathlib.Path, problem: str) -> ConfigError:
+    return ConfigError(f"model directory {str(directory)!r} {problem}")
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -128,45 +132,52 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         size = path.stat().st_size
         content = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_JSON_BYTES else None
     except OSError as error:
-        raise ConfigError(f"model is {str(path.parent)!r}, where {path.name} cannot be read: {error.strerror}") from error
+        raise _refuse(path.parent, f"has no {path.name} that can be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"model is {str(path.parent)!r}, whose {path.name} is not JSON: {error}") from error
+        raise _refuse(path.parent, f"has a {path.name} that is not JSON: {error}") from error
     if not isinstance(content, dict):
         limit = f"a JSON object of at most {_MAX_JSON_BYTES} bytes"
-        raise ConfigError(f"model is {str(path.parent)!r}, whose {path.name} has {size} bytes; allowed: {limit}")
+        raise _refuse(path.parent, f"has a {path.name} of {size} bytes that is none; allowed: {limit}")
     return content
 
 
 def list_weights(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a model, each whole. Raises ConfigError when there is none, or one lacks or is cut off."""
+    """The safetensors files of a model, each whole.
+
+    Raises:
+        ConfigError: there is none, or one is missing or cut off.
+    """
     index_path = directory / "model.safetensors.index.json"
     if index_path.is_file():
         weight_map = _read_json(index_path).get("weight_map")
-        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     else:
-        names = sorted(path.name for path in directory.glob("*.safetensors"))
+        names = [path.name for path in directory.glob("*.safetensors")]
     if not names:
-        raise ConfigError(f"model is {str(directory)!r}, which has no *.safetensors; allowed: weights in that form only")
+        raise _refuse(directory, "has no weights in *.safetensors; other forms are not read")
     for name in names:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise _refuse(directory, f"has an index that names the shard {name!r}; allowed: a file name")
+    unique = sorted(set(names))
+    for name in unique:
         _check_shard(directory, name)
-    return [directory / name for name in names]
+    return [directory / name for name in unique]
 
 
-def _check_shard(directory: pathlib.Path, name: object) -> None:
-    if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-        raise ConfigError(f"model is {str(directory)!r}, whose index names the shard {name!r}; allowed: a file name")
+def _check_shard(directory: pathlib.Path, name: str) -> None:
     if not (directory / name).is_file():
-        raise ConfigError(f"model is {str(directory)!r}, where the shard {name} is missing")
+        raise _refuse(directory, f"lacks the shard {name}, which its index names")
     try:
         with safe_open(directory / name, framework="pt"):  # reads the header and compares it with the file's size
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"model is {str(directory)!r}, where {name} is cut off or no safetensors file: {error}") from error
+        raise _refuse(directory, f"has a shard {name} that is cut off or no safetensors file: {error}") from error
 
 
 def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str) -> Any:
+    auto_class: Any = transformers.AutoModelForCausalLM
     try:
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        module, report = auto_class.from_pretrained(
             str(directory),
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -175,12 +186,12 @@ def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementa
             output_loading_info=True,
         )
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"model is {str(directory)!r}, which transformers cannot load: {error}") from error
+        raise _refuse(directory, f"holds nothing that transformers can load: {error}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
             found = sorted(str(key) for key in report[problem])
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            raise ConfigError(f"model is {str(directory)!r}, whose weights have {problem.replace('_', ' ')}: {shown}")
+            raise _refuse(directory, f"has weights with {problem.replace('_', ' ')}: {shown}")
     return module.eval().requires_grad_(False)
 
 
@@ -189,7 +200,7 @@ def _choose_max_model_len(config: dict[str, Any], wanted: int | None) -> int:
     limit = text_config.get("max_position_embeddings") or text_config.get("n_positions")
     if not isinstance(limit, int) or limit < 2:
         if wanted is None:
-            raise ConfigError("max_model_len is not set, and config.json has no max_position_embeddings to take it from")
+            raise ConfigError("max_model_len is not set, and config.json has no max_position_embeddings for it")
         return wanted
     limit = max(limit, _scaled_limit(text_config))
     if wanted is None:

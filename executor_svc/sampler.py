@@ -1,7 +1,7 @@
 """Sampling on the device: from a step's logits to its tokens.
 
 What a request asks for is applied in this order: allowed tokens, biases, the ban of ending tokens before `min_tokens`,
-penalties; then temperature 0 takes the largest logit, the lowest id among equals, and any other draws (`draw`), with the
+penalties; then temperature 0 takes the largest logit, the lowest id among equals, and any other draws (`draw`) with the
 random number that came with the row. Rows never influence each other.
 
 The counts that penalties need live here by slot and grow with every sampled token, so that a step can be launched

@@ -1,8 +1,8 @@
 """The `cpu` device: a model of transformers on this machine's processors, with PyTorch, eagerly.
 
-One thread of its own does everything that touches weights, KV memory, counts and `last_token`, strictly in the order of
-the calls. So `launch` returns at once, the next step can be launched while one runs, and a request that starts in a slot
-finds what the step before has left there already done.
+One thread of its own does everything that touches weights, KV memory, counts and `last_token`, strictly in the order
+of the calls. So `launch` returns at once, the next step can be launched while one runs, and a request that starts in a
+slot finds that whatever the step before does to that slot is done.
 
 The length of the context is data here: one graph is declared per prefill bucket and per decode batch, with the context
 `max_model_len`, and a step takes as long as its longest context asks for.
@@ -13,8 +13,9 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ import torch
 
 from executor_svc.attention import PagedContext
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs, StepResult
+from executor_svc.devices.worker import OrderedWorker
 from executor_svc.kv_cache import KVCache, block_bytes, choose_num_blocks
 from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import load_model
@@ -133,7 +135,7 @@ class CpuDevice(Device):
         self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
         self._sampler = Sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids)
         self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpu-device")
+        self._worker = OrderedWorker("cpu-device")
         self._starts: list[Future[None]] = []
 
     def declared_graphs(self) -> list[GraphKey]:
@@ -143,12 +145,12 @@ class CpuDevice(Device):
 
     def start_request(self, slot: int, spec: RequestSpec) -> None:
         """As the interface says. What is wrong with the request is raised by `collect` of the next launched step."""
-        self._starts.append(self._worker.submit(self._sampler.start_request, slot, spec))
+        self._starts.append(self._worker.submit(partial(self._sampler.start_request, slot, spec)))
 
     def launch(self, inputs: StepInputs) -> object:
         self._check_shapes(inputs)
         starts, self._starts = self._starts, []
-        return self._worker.submit(self._run, self._take(inputs), starts)
+        return self._worker.submit(partial(self._run, self._take(inputs), starts))
 
     def collect(self, ticket: object) -> StepResult:
         if not isinstance(ticket, Future):
@@ -161,7 +163,7 @@ class CpuDevice(Device):
         self._worker.submit(self._reset).result()
 
     def close(self) -> None:
-        self._worker.shutdown(cancel_futures=True)
+        self._worker.close()
 
     def _check_shapes(self, inputs: StepInputs) -> None:
         key = inputs.key
@@ -235,7 +237,6 @@ class CpuDevice(Device):
         result.failed_rows = sampled.failed_rows
         result.logprobs = sampled.logprobs
 
-    @torch.inference_mode()
     def _reset(self) -> None:
         self.kv_cache.reset()
         self._sampler.reset()
