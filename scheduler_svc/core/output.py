@@ -82,6 +82,7 @@ class Batch:
         num_computed_tokens: parallel to `rows`, before the step.
         prefill_counts: index of a row to the tokens of its chunk; every other row decodes one token.
         new_blocks: index of a row to the blocks that it got.
+        filled_blocks: prompt blocks that the step completes, as (request, number of the block).
         new_rows: requests scheduled for the first time; parallel to `new_reqs` and `new_counts`.
     """
 
@@ -89,6 +90,7 @@ class Batch:
     num_computed_tokens: list[int] = field(default_factory=list)
     prefill_counts: dict[int, int] = field(default_factory=dict)
     new_blocks: dict[int, list[int]] = field(default_factory=dict)
+    filled_blocks: list[tuple[Request, int]] = field(default_factory=list)
     new_rows: list[Request] = field(default_factory=list)
     new_reqs: list[NewRequestData] = field(default_factory=list)
     new_counts: list[int] = field(default_factory=list)

@@ -11,7 +11,7 @@ derived from them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdback.errors import ErrorReason, InvalidArgumentError
@@ -197,7 +197,7 @@ def check_request(spec: RequestSpec, model: ModelInfo) -> None:
     _check_token_ids("output_token_ids", spec.output_token_ids, model.vocab_size)
     _check_token_ids("sampling.stop_token_ids", spec.sampling.stop_token_ids, model.vocab_size)
     _check_token_ids("sampling.allowed_token_ids", spec.sampling.allowed_token_ids or (), model.vocab_size)
-    _check_token_ids("sampling.logit_bias", tuple(spec.sampling.logit_bias), model.vocab_size)
+    _check_token_ids("sampling.logit_bias", tuple(spec.sampling.logit_bias), model.vocab_size, is_list=False)
 
 
 def _too_long(num_prompt: int, num_outputs: int, max_model_len: int) -> InvalidArgumentError:
@@ -209,14 +209,11 @@ def _too_long(num_prompt: int, num_outputs: int, max_model_len: int) -> InvalidA
     )
 
 
-def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, *, is_list: bool = True) -> None:
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
-    index, token_id = _first_outside(token_ids, vocab_size)
+    index, token_id = next((i, token_id) for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+    path = f"{field}[{index}]" if is_list else field
     raise InvalidArgumentError.of(
-        f"{field}[{index}]", token_id, f"[0, {vocab_size})", reason=ErrorReason.TOKEN_OUT_OF_VOCABULARY
+        path, token_id, f"[0, {vocab_size})", reason=ErrorReason.TOKEN_OUT_OF_VOCABULARY
     )
-
-
-def _first_outside(token_ids: Iterable[int], vocab_size: int) -> tuple[int, int]:
-    return next((i, token_id) for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)

@@ -205,21 +205,20 @@ class Scheduler:
         if num_tokens <= 0:
             return False
         batch.count_prefill(row, num_tokens)
-        new_block_ids = self._prefill(request, num_tokens)
+        new_block_ids = self._prefill(request, num_tokens, batch)
         if new_block_ids:
             batch.new_blocks[row] = new_block_ids
         return True
 
-    def _prefill(self, request: Request, num_tokens: int) -> list[int]:
-        """Counts a chunk as computed, takes the blocks that it needs, publishes the blocks that it fills."""
+    def _prefill(self, request: Request, num_tokens: int, batch: Batch) -> list[int]:
+        """Counts a chunk as computed, takes the blocks that it needs, notes the blocks that it fills."""
         block_size, start = self._block_size, request.num_computed_tokens
         end = start + num_tokens
         new_block_ids = self.block_pool.allocate(-(-end // block_size) - len(request.block_ids))
         request.block_ids += new_block_ids
         request.num_computed_tokens = end
         if self.config.enable_prefix_caching:
-            for index in range(start // block_size, end // block_size):
-                self._publish(request, index)
+            batch.filled_blocks += [(request, index) for index in range(start // block_size, end // block_size)]
         if end == request.num_prefill_tokens:
             request.start_decode(block_size, publishes=self.config.enable_prefix_caching)
         return new_block_ids
@@ -272,12 +271,15 @@ class Scheduler:
             self.prefix_cache.count_query(request.num_prompt_tokens, num_hit_tokens)
         budget = self.config.max_num_batched_tokens - batch.num_tokens
         num_tokens = min(request.num_prefill_tokens - num_hit_tokens, budget)
-        self._prefill(request, num_tokens)
+        self._prefill(request, num_tokens, batch)
         new = NewRequestData(request.req_id, request.spec, request.slot, list(request.block_ids), num_hit_tokens)
         batch.add_new(request, new, num_tokens)
 
     def _finish_step(self, batch: Batch) -> SchedulerOutput:
         """Makes the message to the executor, and remembers the step until its result comes."""
+        # Only now, so that no request hits a block that its own step writes (K7).
+        for request, index in batch.filled_blocks:
+            self._publish(request, index)
         output = batch.to_output(self._next_step, self._finished_req_ids, self._last_decode)
         if output.phase is Phase.DECODE:
             req_ids = output.scheduled_cached_reqs.req_ids
