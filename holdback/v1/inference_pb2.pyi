@@ -295,7 +295,7 @@ class Choice(_message.Message):
     index: _builtins.int
     """In [0, n)."""
     text: _builtins.str
-    """What the output adds to the prompt's text."""
+    """What the output adds to the prompt's text. The EOS or stop token that ended it adds none."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property

@@ -94,7 +94,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request that this gateway holds; NOT_FOUND for any other id.
+        """Ends a request that this gateway holds; NOT_FOUND for any other id. Its call answers with what there is and
+        FINISH_REASON_ABORT, or with ABORTED when it had not begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class InferenceServiceStub:
     choice.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
-    """Ends a request that this gateway holds; NOT_FOUND for any other id."""
+    """Ends a request that this gateway holds; NOT_FOUND for any other id. Its call answers with what there is and
+    FINISH_REASON_ABORT, or with ABORTED when it had not begun.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Text or chat messages to token ids, exactly as Generate does it."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -68,7 +70,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     choice.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request that this gateway holds; NOT_FOUND for any other id."""
+    """Ends a request that this gateway holds; NOT_FOUND for any other id. Its call answers with what there is and
+    FINISH_REASON_ABORT, or with ABORTED when it had not begun.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Text or chat messages to token ids, exactly as Generate does it."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -108,7 +112,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
-        """Ends a request that this gateway holds; NOT_FOUND for any other id."""
+        """Ends a request that this gateway holds; NOT_FOUND for any other id. Its call answers with what there is and
+        FINISH_REASON_ABORT, or with ABORTED when it had not begun.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(
