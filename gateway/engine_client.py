@@ -160,6 +160,8 @@ class EngineClient:
                     self._log.warning("scheduler_stream_ended", code=failure.code().name, details=failure.details())
                 except (HoldbackError, OutOfOrderError) as error:
                     self._log.error("scheduler_stream_refused", error=str(error))
+                except Exception:  # a fault of ours must not end the connection for good
+                    self._log.exception("scheduler_stream_failed")
                 backoff_s = FIRST_BACKOFF_S if self._is_live else min(2 * backoff_s, MAX_BACKOFF_S)
                 self._on_lost()
                 await asyncio.sleep(backoff_s)

@@ -34,7 +34,7 @@ class Pool:
     chat_template: ChatTemplate
     engine: EngineClient
     _checked_model: ModelInfo | None = field(default=None, init=False)
-    _refusal: FailedPreconditionError | None = field(default=None, init=False)
+    _mismatch: str | None = field(default=None, init=False)
 
     @property
     def is_ready(self) -> bool:
@@ -47,12 +47,12 @@ class Pool:
         model = self.engine.status.model
         if model is not None and model != self._checked_model:
             self._checked_model = model
-            mismatch = self.tokenizer.mismatch(model)
-            self._refusal = None
-            if mismatch is not None:
-                self._refusal = FailedPreconditionError(mismatch, reason=ErrorReason.MODEL_MISMATCH)
-                log.error("pool_refused", model=self.names[0], why=mismatch)
-        return self._refusal
+            self._mismatch = self.tokenizer.mismatch(model)
+            if self._mismatch is not None:
+                log.error("pool_refused", model=self.names[0], why=self._mismatch)
+        if self._mismatch is None:
+            return None
+        return FailedPreconditionError(self._mismatch, reason=ErrorReason.MODEL_MISMATCH)
 
     async def wait_for_model(self) -> ModelInfo:
         """What the pool runs, as soon as it is known.
@@ -63,10 +63,9 @@ class Pool:
         """
         while True:
             next_change = self.engine.next_change
-            if self.refusal is not None:
-                raise self.refusal
-            if self.engine.loss is not None:
-                raise self.engine.loss
+            failure = self.refusal or self.engine.loss
+            if failure is not None:
+                raise failure
             if self.engine.status.model is not None:
                 return self.engine.status.model
             await next_change.wait()

@@ -21,7 +21,15 @@ from gateway.server import GatewayServer
 from holdback import rpc
 from holdback.cli.local import LocalProcess
 from holdback.client import AsyncClient, GenerationStream
-from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError, UnavailableError
+from holdback.errors import (
+    ConfigError,
+    ErrorReason,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    RequestAbortedError,
+    UnavailableError,
+)
 from holdback.health import LIVENESS, READINESS
 from holdback.types import FinishReason
 from holdback.v1 import inference_pb2, types_pb2
@@ -90,12 +98,12 @@ async def test_requests_wait_for_the_first_executor_and_wrong_ones_do_not(
     await asyncio.wait_for(scheduler.connected.wait(), 10)
     scheduler.answer = [EOS]
     async with client_of(gateway) as client:
-        with pytest.raises(Exception, match="top_p"):
+        with pytest.raises(InvalidArgumentError, match="top_p"):
             await client.generate("x", top_p=2.0)
         pending = asyncio.create_task(client.generate("x", request_id="early"))
         aborted = asyncio.create_task(client.generate("x", request_id="aborted"))
         await until_alive(client, "aborted")
-        with pytest.raises(Exception, match="aborted before it began"):
+        with pytest.raises(RequestAbortedError, match="aborted before it began"):
             await aborted
         scheduler.set_model(MODEL)
         assert (await pending).finish_reason is FinishReason.STOP
@@ -107,7 +115,7 @@ async def until_alive(client: AsyncClient, request_id: str) -> None:
         while True:
             try:
                 return await client.abort(request_id)
-            except Exception:  # noqa: S112
+            except NotFoundError:
                 continue
 
 
@@ -166,7 +174,7 @@ async def test_a_request_goes_to_the_pool_of_its_model(make_gateway: Make, direc
         answer = await client.generate("x", model="two")
         assert (answer.text, answer.model) == ("b", "two")
         assert [model.name for model in await client.models()] == ["one", "two"]
-        with pytest.raises(Exception, match="model is '', which is not served; allowed: one, two"):
+        with pytest.raises(NotFoundError, match="model is '', which is not served; allowed: one, two"):
             await client.generate("x")
     for scheduler in schedulers:
         await scheduler.stop()
@@ -329,6 +337,28 @@ async def test_the_process_reports_its_ports_drains_on_sigterm_and_exits_with_ze
     events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
     assert events[0] == "gateway_listens"
     assert events[-2:] == ["gateway_drains", "gateway_stopped"]
+
+
+@pytest.mark.case("B62")
+async def test_a_second_signal_ends_the_drain(
+    directory: pathlib.Path, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    ports_file = tmp_path / "ports.json"
+    flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
+    process = LocalProcess("gateway", await start_process(*flags), ports_file)
+    await asyncio.wait_for(process.wait_for_ports(), 30)
+    readiness = watch(process.health_port)
+    await wait_for(readiness, expected=True)
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20) as client:
+        pending = asyncio.create_task(client.generate("x"))
+        await scheduler.next_add()
+        process.child.send_signal(signal.SIGTERM)
+        await wait_for(readiness, expected=False)
+        process.child.send_signal(signal.SIGINT)
+        with pytest.raises(UnavailableError) as caught:
+            await pending
+        assert caught.value.reason is ErrorReason.SHUTTING_DOWN
+    assert await asyncio.wait_for(process.exited, 10) == 0
 
 
 @pytest.mark.parametrize(
