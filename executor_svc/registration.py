@@ -163,9 +163,9 @@ class Registration:
             if not best_effort:
                 raise lease_lost("the registration ended") from None
         except asyncio.CancelledError:
-            _raise_if_cancelled()
+            _raise_if_task_cancelled()
             if not best_effort:
-                raise lease_lost("the scheduler cancelled the registration") from None
+                raise lease_lost("the registration was cancelled") from None
         except grpc.aio.AioRpcError:
             if not best_effort:
                 raise
@@ -179,15 +179,15 @@ async def _read(call: RegisterCall, timeout_s: float) -> scheduler_pb2.RegisterR
     except TimeoutError:
         raise lease_lost(f"the scheduler was silent for {timeout_s:g} s") from None
     except asyncio.CancelledError:
-        _raise_if_cancelled()
-        raise lease_lost("the scheduler cancelled the registration") from None
+        _raise_if_task_cancelled()
+        raise lease_lost("the registration was cancelled") from None
     if isinstance(response, scheduler_pb2.RegisterResponse):
         return response
     raise lease_lost("the scheduler ended the registration")
 
 
-def _raise_if_cancelled() -> None:
-    """Inside `except CancelledError`: passes it on unless it is only how grpc says that the *peer* cancelled."""
+def _raise_if_task_cancelled() -> None:
+    """Inside `except CancelledError`: passes it on, unless it is only how grpc says that the call was cancelled."""
     task = asyncio.current_task()
     if task is None or task.cancelling():
         raise

@@ -171,6 +171,14 @@ class Drive:
             raise EOFError
         return response
 
+    async def rest(self) -> list[executor_pb2.ExecuteResponse]:
+        """What comes until the stream ends well. Raises the error that it ended with otherwise."""
+        responses = []
+        with contextlib.suppress(EOFError):
+            while True:
+                responses.append(await self.next())
+        return responses
+
     async def run(self, output: SchedulerOutput) -> list[int]:
         """Sends one step and waits for its tokens."""
         await self.send(output)

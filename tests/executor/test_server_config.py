@@ -1,0 +1,114 @@
+"""Settings of an executor: what follows from what, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from executor_svc.config import ExecutorConfig, build_limits
+from executor_svc.devices import create_device
+from executor_svc.devices.simulated import SimulatedDevice
+from holdback.errors import ConfigError
+
+
+def load(*arguments: str, environment: dict[str, str] | None = None) -> ExecutorConfig:
+    return ExecutorConfig.load(["--scheduler", "127.0.0.1:7000", *arguments], environment or {})
+
+
+def build(**changes: Any) -> ExecutorConfig:
+    return ExecutorConfig(scheduler="127.0.0.1:7000", device="simulated", **changes)
+
+
+def test_the_defaults_are_those_that_are_documented() -> None:
+    config = load("--model", "somewhere")
+    assert (config.device, config.dtype, config.block_size) == ("cpu", "bfloat16", 16)
+    assert (config.num_seqs, config.num_batched_tokens) == (32, 512)
+    assert (config.num_blocks, config.kv_cache_bytes, config.max_model_len) == (None, None, None)
+
+
+def test_default_buckets_are_powers_of_two_up_to_what_fits() -> None:
+    limits = build_limits(build(), max_model_len=2048, num_blocks=129)
+    assert limits.num_batched_tokens_buckets == (128, 256, 512)
+    assert limits.num_seqs_buckets == (1, 2, 4, 8, 16, 32)
+    short = build_limits(build(), max_model_len=300, num_blocks=20)
+    assert (short.num_batched_tokens_buckets, short.max_num_batched_tokens) == ((128, 256, 300), 512)
+
+
+def test_given_buckets_set_the_limits_that_are_not_given() -> None:
+    config = load("--model", "m", "--num-batched-tokens-buckets", "256,1024", "--num-seqs-buckets", "[4, 8]")
+    assert config.num_batched_tokens_buckets == (256, 1024)
+    assert (config.num_batched_tokens, config.num_seqs) == (1024, 8)
+
+
+def test_buckets_are_read_from_the_environment_too() -> None:
+    config = load("--model", "m", environment={"HOLDBACK_EXECUTOR__NUM_SEQS_BUCKETS": "1,2"})
+    assert config.num_seqs == 2
+
+
+def test_an_executor_has_a_name_without_being_given_one() -> None:
+    assert 1 <= len(load("--model", "m").name) <= 128
+    assert load("--model", "m", "--executor-id", "left").name == "left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model is required by the device cpu"),
+        (["--device", "neuron", "--model", "m"], "this version cannot run on neuron yet; allowed: cpu, simulated"),
+        (["--device", "gpu"], "device is 'gpu'; allowed: cpu, simulated"),
+        (["--device", "simulated", "--num-blocks", "9", "--kv-cache-bytes", "99"], "allowed: one of them"),
+        (["--device", "simulated", "--kv-cache-bytes", "99"], "allowed on the device simulated: num_blocks"),
+        (["--model", "m", "--dtype", "float16"], "dtype is 'float16'"),
+        (["--model", "m", "--block-size", "0"], "block_size is '0'"),
+        (["--model", "m", "--num-seqs-buckets", "a,b"], "num_seqs_buckets"),
+        (["--model", "m", "--num-seqs-buckets", ""], "num_seqs_buckets"),
+        (["--model", "m", "--scheduler", "localhost"], "scheduler is 'localhost'; allowed: host:port"),
+        (["--model", "m", "--scheduler", ":7000"], "scheduler is ':7000'; allowed: host:port"),
+        (["--model", "m", "--scheduler", "a:70000"], "scheduler is 'a:70000'; allowed: host:port"),
+        (["--model", "m", "--advertise-address", "example.com"], "allowed: a literal IP address"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(*arguments)
+
+
+@pytest.mark.case("B02")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_blocks": 17}, "max_model_len is 512, which needs 32 blocks of 16 tokens, but num_blocks is 17"),
+        ({"num_batched_tokens_buckets": (128, 256), "max_num_batched_tokens": 300}, "the last one is 300"),
+        ({"num_seqs_buckets": (2, 1)}, "num_seqs_buckets is [2, 1]; allowed: positive numbers, strictly ascending"),
+        ({"max_num_seqs": 600}, "max_num_batched_tokens is 512; allowed: at least max_num_seqs, which is 600"),
+        ({"simulated_eos_token_ids": (32_000,)}, "simulated_eos_token_ids is 32000; allowed: [0, 32000)"),
+    ],
+)
+def test_limits_that_do_not_fit_are_refused_with_both_numbers(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        create_device(build(max_model_len=512, **changes))
+
+
+@pytest.mark.case("B02")
+def test_limits_are_refused_before_a_model_is_looked_for() -> None:
+    config = load("--model", "no-such-directory", "--max-model-len", "512", "--num-blocks", "17")
+    with pytest.raises(ConfigError, match="max_model_len is 512, which needs 32 blocks"):
+        create_device(config)
+
+
+def test_the_simulated_device_is_as_configured() -> None:
+    device = create_device(
+        build(
+            max_model_len=64,
+            max_num_seqs=2,
+            simulated_vocab_size=116,
+            simulated_fingerprint="other",
+            simulated_eos_token_ids=(52,),
+        )
+    )
+    assert isinstance(device, SimulatedDevice)
+    assert (device.model.fingerprint, device.model.vocab_size, device.model.eos_token_ids) == ("other", 116, (52,))
+    assert device.limits.num_blocks == 1 + 2 * 4
+    assert device.limits.num_batched_tokens_buckets == (64,)
