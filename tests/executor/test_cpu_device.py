@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,9 @@ def shared_device(tiny_model: pathlib.Path) -> CpuDevice:
 
 
 @pytest.fixture
-def device(shared_device: CpuDevice) -> Iterator[CpuDevice]:
+def device(shared_device: CpuDevice) -> CpuDevice:
     shared_device.reset()
-    yield shared_device
+    return shared_device
 
 
 @pytest.fixture(scope="module")
