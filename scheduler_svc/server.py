@@ -28,7 +28,9 @@ from scheduler_svc.pool import Pool
 log = structlog.get_logger(__name__)
 
 STOP_GRACE_S = 2.0
-"""How long streams may take to end with their status once the process stops."""
+"""How long streams may take to end once the process stops."""
+
+STATUS_TIMEOUT_S = 1.0
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -74,11 +76,13 @@ async def _serve_stream(
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: HoldbackError) -> None:
-    """A peer that does not read does not read a status either; it is left to find out."""
+    """A status waits behind what a peer has not read; it is not waited for."""
     try:
-        async with asyncio.timeout(STOP_GRACE_S):
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
             await rpc.abort(context, error)
-    except TimeoutError:
+    except grpc.aio.AbortError:
+        raise
+    except (TimeoutError, grpc.aio.BaseError):
         log.warning("status_not_delivered", peer=context.peer(), reason=error.reason.value)
 
 

@@ -1,0 +1,449 @@
+"""Real streams on loopback: registration, steps and gateways, and what ends each."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from holdback import codec, rpc
+from holdback.errors import (
+    ErrorReason,
+    FailedPreconditionError,
+    HoldbackError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from holdback.health import READINESS
+from holdback.types import ModelRunnerOutput
+from holdback.v1 import scheduler_pb2
+from scheduler_svc.server import SchedulerServer
+from tests.scheduler.parts import answer_of, build_info, build_spec
+from tests.scheduler.stubs import VERSION, WAIT_S, StubExecutor, StubGateway
+
+pytestmark = pytest.mark.loopback
+
+Serve = Callable[..., Awaitable[SchedulerServer]]
+PROMPT = [20, 21, 22]
+QUICK = {"heartbeat_interval_s": 0.05, "lease_timeout_s": 0.4}
+
+
+async def readiness(server: SchedulerServer) -> bool:
+    async with rpc.create_channel(f"127.0.0.1:{server.health_port}") as channel:
+        request = health_pb2.HealthCheckRequest(service=READINESS)
+        reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_a_request_goes_through_scheduler_and_executor(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port), StubGateway(server.port) as gateway:
+        await gateway.add(7, build_spec(prompt=PROMPT, max_tokens=5))
+        answers = await gateway.until_ended(7)
+    assert answers[7].tokens == answer_of(PROMPT, 5)
+    assert answers[7].finish_reason == "length"
+    assert answers[7].started[0].executor_id == "executor-0"
+
+
+@pytest.mark.case("B09")
+async def test_two_executors_share_what_comes_and_lose_nothing(serve: Serve) -> None:
+    server = await serve()
+    async with (
+        StubExecutor(server.port, "executor-0", max_num_seqs=2) as first,
+        StubExecutor(server.port, "executor-1", max_num_seqs=2) as second,
+        StubGateway(server.port) as gateway,
+    ):
+        await first.joined()
+        await second.joined()
+        for handle in range(12):
+            await gateway.add(handle, build_spec(f"r{handle}", [20 + handle], max_tokens=4 + handle))
+        answers = await gateway.until_ended(*range(12))
+        assert first.num_steps > 0
+        assert second.num_steps > 0
+    assert answers.started_order == list(range(12))
+    for handle in range(12):
+        assert answers[handle].tokens == answer_of([20 + handle], 4 + handle)
+
+
+@pytest.mark.case("B60")
+async def test_when_an_executor_dies_its_requests_continue_on_the_other(serve: Serve) -> None:
+    server = await serve()
+    first = StubExecutor(server.port, "first", max_num_seqs=2)
+    async with first, StubGateway(server.port) as gateway:
+        await first.joined()
+        for handle in range(6):
+            await gateway.add(handle, build_spec(f"r{handle}", [20 + handle] * 9, max_tokens=40))
+        await gateway.until(lambda answers: len(answers[1].tokens) >= 5)
+        first.may_step.clear()
+        await first.die()
+        async with StubExecutor(server.port, "second", max_num_seqs=2):
+            answers = await gateway.until_ended(*range(6))
+    for handle in range(6):
+        assert answers[handle].tokens == answer_of([20 + handle] * 9, 40)
+        assert answers[handle].finish_reason == "length"
+    assert [started.executor_id for started in answers[0].started] == ["first", "second"]
+
+
+@pytest.mark.case("B60")
+async def test_without_another_executor_waiting_requests_end_within_the_bound(serve: Serve) -> None:
+    server = await serve(executor_loss_timeout_s=0.1)
+    async with StubGateway(server.port) as gateway:
+        async with StubExecutor(server.port, max_num_seqs=2) as executor:
+            await executor.joined()
+            executor.may_step.clear()
+            for handle in range(6):
+                await gateway.add(handle, build_spec(f"r{handle}", [20 + handle]))
+            await gateway.until(lambda answers: bool(answers[0].started))
+        answers = await gateway.until_ended(*range(6))
+        assert {answers[handle].error_reason for handle in range(6)} == {"NO_EXECUTOR"}
+        await gateway.until(lambda answers: not answers.pools[-1].ready)
+        assert not await readiness(server)
+
+
+async def test_the_gateway_is_told_what_the_pool_is_and_of_every_change(serve: Serve) -> None:
+    server = await serve(default_max_tokens=100)
+    assert not await readiness(server)
+    async with StubGateway(server.port) as gateway:
+        answers = await gateway.until(lambda answers: bool(answers.pools))
+        assert not answers.pools[0].ready
+        assert not answers.pools[0].HasField("model")
+        assert answers.pools[0].default_max_tokens == 100
+        assert answers.pools[0].not_ready_reason
+        async with StubExecutor(server.port) as executor:
+            await gateway.until(lambda answers: answers.pools[-1].ready)
+            assert answers.pools[-1].num_executors == 1
+            assert answers.pools[-1].model.max_model_len == 64
+            assert await readiness(server)
+            assert executor.accepted is not None
+            assert executor.accepted.lease_timeout_ms == 5000
+        await gateway.until(lambda answers: answers.pools[-1].num_executors == 0)
+        assert answers.pools[-1].ready  # for as long as executor_loss_timeout_s
+
+
+async def test_a_request_without_max_tokens_gets_the_default_of_the_pool(serve: Serve) -> None:
+    server = await serve(default_max_tokens=6)
+    async with StubExecutor(server.port), StubGateway(server.port) as gateway:
+        spec = codec.encode_spec(build_spec(prompt=PROMPT))
+        spec.sampling.ClearField("max_tokens")
+        add = scheduler_pb2.AddRequest(handle=0, spec=spec)
+        await gateway.call.write(scheduler_pb2.ConnectRequest(add=add))
+        answers = await gateway.until_ended(0)
+    assert answers[0].tokens == answer_of(PROMPT, 6)
+
+
+async def test_without_a_default_it_gets_what_fits(serve: Serve) -> None:
+    server = await serve(default_max_tokens=None)
+    async with StubExecutor(server.port, max_model_len=16), StubGateway(server.port) as gateway:
+        spec = codec.encode_spec(build_spec(prompt=PROMPT))
+        spec.sampling.ClearField("max_tokens")
+        add = scheduler_pb2.AddRequest(handle=0, spec=spec)
+        await gateway.call.write(scheduler_pb2.ConnectRequest(add=add))
+        answers = await gateway.until_ended(0)
+    assert answers[0].tokens == answer_of(PROMPT, 13)
+    assert answers[0].finish_reason == "length"
+
+
+# ---- registration ----
+
+
+async def refusal(server: SchedulerServer, **changes: Any) -> HoldbackError:
+    """How a registration with these fields of `build_info` ends."""
+    build = lambda port, lease: codec.encode_executor_info(build_info(**{"port": port, "lease": lease} | changes))  # noqa: E731
+    async with StubExecutor(server.port, info=build) as executor:
+        error = await executor.registration_ended()
+    assert error is not None
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"fingerprint": "other"}, FailedPreconditionError, "model.fingerprint is 'other'; allowed: 'model'"),
+        ({"max_model_len": 32}, FailedPreconditionError, "model.max_model_len is 32; allowed: 64"),
+        ({"num_blocks": 16}, FailedPreconditionError, "num_blocks is 16"),
+        ({"num_blocks": 2**23}, InvalidArgumentError, "limits.num_blocks is 8388608; allowed: <= 4194304"),
+        ({"prefill_buckets": (16, 8)}, FailedPreconditionError, "num_batched_tokens_buckets is [16, 8]"),
+        ({"decode_us": 0}, FailedPreconditionError, "latency_us of the decode graph of size 4"),
+        ({"lease": "too short"}, InvalidArgumentError, "lease is '9 bytes'; allowed: 16 to 64"),
+        ({"port": 0}, InvalidArgumentError, "port is 0"),
+        ({"executor_id": ""}, InvalidArgumentError, "executor_id is '0 bytes'"),
+        ({"advertise_address": "127.0.0.1"}, FailedPreconditionError, "executor_allowed_cidrs (none)"),
+    ],
+)
+async def test_an_executor_that_does_not_fit_is_refused_and_the_pool_serves_on(
+    serve: Serve, changes: dict[str, Any], kind: type[HoldbackError], message: str
+) -> None:
+    server = await serve()
+    async with StubExecutor(server.port) as good, StubGateway(server.port) as gateway:
+        await good.joined()
+        await gateway.until(lambda answers: bool(answers.pools) and answers.pools[-1].ready)
+        error = await refusal(server, **changes)
+        assert isinstance(error, kind)
+        assert message in error.message
+        await gateway.add(0, build_spec(prompt=PROMPT))
+        assert (await gateway.until_ended(0))[0].tokens == answer_of(PROMPT, 3)
+
+
+async def test_the_configuration_can_pin_the_model(serve: Serve) -> None:
+    server = await serve(model_fingerprint="the right one")
+    error = await refusal(server)
+    assert error.reason is ErrorReason.MODEL_MISMATCH
+    assert "model.fingerprint is 'model'; allowed: 'the right one'" in error.message
+
+
+async def test_a_lease_serves_once(serve: Serve) -> None:
+    server = await serve()
+    lease = "the same lease every time"
+    build = lambda port, _: codec.encode_executor_info(build_info(port=port, lease=lease))  # noqa: E731
+    async with StubExecutor(server.port, info=build) as executor:
+        await executor.joined()
+        assert executor.opened_with is not None
+        assert executor.opened_with.lease == lease
+    error = await refusal(server, lease=lease)
+    assert error.reason is ErrorReason.LEASE_MISMATCH
+
+
+async def test_another_major_version_is_refused_naming_both(serve: Serve) -> None:
+    server = await serve()
+
+    def build(port: int, lease: str) -> scheduler_pb2.ExecutorInfo:
+        info = codec.encode_executor_info(build_info(port=port, lease=lease))
+        info.protocol_version.major = 2
+        return info
+
+    async with StubExecutor(server.port, info=build) as executor:
+        error = await executor.registration_ended()
+    assert error is not None
+    assert error.reason is ErrorReason.PROTOCOL_MISMATCH
+    assert "2.0" in error.message
+    assert "1.0" in error.message
+
+
+async def test_an_advertised_address_within_the_allowed_networks_is_dialled(serve: Serve) -> None:
+    server = await serve(executor_allowed_cidrs="10.0.0.0/8, 127.0.0.0/8")
+    async with StubExecutor(server.port, advertise_address="127.0.0.1") as executor:
+        await executor.joined()
+
+
+async def test_heartbeats_keep_a_lease_and_silence_ends_it(serve: Serve) -> None:
+    server = await serve(**QUICK)
+    async with StubExecutor(server.port, "steady") as steady:
+        async with StubExecutor(server.port, "silent", is_silent=True) as silent:
+            error = await silent.registration_ended()
+        assert isinstance(error, UnavailableError)
+        assert "silent for 0.4 s" in error.message
+        await steady.condition.until(lambda: steady.num_heartbeats > 12)  # longer than the lease timeout
+        assert not steady.ended.done()
+
+
+async def test_an_executor_that_does_not_accept_execute_never_joins(serve: Serve) -> None:
+    server = await serve(**QUICK)
+    async with StubExecutor(server.port, accepts=False) as executor:
+        error = await executor.registration_ended()
+    assert isinstance(error, UnavailableError)
+    assert "did not accept Execute" in error.message
+    assert server.pool.model is None
+
+
+@pytest.mark.parametrize(
+    ("tamper", "kind", "message"),
+    [
+        (
+            lambda output: dataclasses.replace(output, step=output.step + 1),
+            FailedPreconditionError,
+            "the oldest step in flight",
+        ),
+        (
+            lambda output: dataclasses.replace(output, sampled_token_ids=[*output.sampled_token_ids, 20]),
+            InternalError,
+            "tokens for",
+        ),
+    ],
+)
+async def test_an_executor_that_answers_wrongly_is_reset_and_its_requests_go_on(
+    serve: Serve,
+    tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput],
+    kind: type[HoldbackError],
+    message: str,
+) -> None:
+    server = await serve()
+    async with StubExecutor(server.port, "liar") as liar, StubGateway(server.port) as gateway:
+        await liar.joined()
+        liar.tamper = lambda output: tamper(output) if output.step == 3 else output
+        await gateway.add(0, build_spec(prompt=PROMPT, max_tokens=9))
+        error = await liar.registration_ended()
+        assert isinstance(error, kind)
+        assert message in error.message
+        async with StubExecutor(server.port, "honest"):
+            answers = await gateway.until_ended(0)
+    assert answers[0].tokens == answer_of(PROMPT, 9)
+    assert [started.executor_id for started in answers[0].started] == ["liar", "honest"]
+
+
+async def test_a_drain_ends_a_registration_plainly_once_the_step_is_done(serve: Serve) -> None:
+    server = await serve(max_request_moves=0)
+    async with StubExecutor(server.port, "first") as first, StubGateway(server.port) as gateway:
+        await gateway.add(0, build_spec(prompt=PROMPT, max_tokens=40))
+        await gateway.until(lambda answers: len(answers[0].tokens) >= 2)
+        await first.drain()
+        assert await first.registration_ended() is None
+        async with StubExecutor(server.port, "second"):
+            answers = await gateway.until_ended(0)
+    assert answers[0].tokens == answer_of(PROMPT, 40)
+    assert answers[0].finish_reason == "length"
+
+
+# ---- gateways ----
+
+
+@pytest.mark.case("B56")
+async def test_when_a_gateway_goes_all_its_requests_end_at_once(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port, max_num_seqs=1) as executor, StubGateway(server.port, "x" * 16) as watcher:
+        async with StubGateway(server.port) as gateway:
+            for handle in range(3):
+                await gateway.add(handle, build_spec(f"r{handle}", [20 + handle], max_tokens=60))
+            await gateway.until(lambda answers: len(answers[0].tokens) >= 3)
+            executor.may_step.clear()
+        await watcher.add(0, build_spec(prompt=PROMPT))
+        executor.may_step.set()
+        assert (await watcher.until_ended(0))[0].tokens == answer_of(PROMPT, 3)
+        load = await watcher.stub.GetLoad(scheduler_pb2.GetLoadRequest())
+        assert (load.num_running, load.num_waiting, load.kv_usage) == (0, 0, 0)
+        assert {(entry.finish_reason, entry.count) for entry in load.finished} == {(3, 3), (2, 1)}
+
+
+async def test_a_gateway_that_comes_back_supersedes_its_old_stream(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port) as executor, StubGateway(server.port) as old:
+        await executor.joined()
+        await old.add(0, build_spec("r", PROMPT, max_tokens=30))
+        await old.until(lambda answers: len(answers[0].tokens) >= 2)
+        executor.may_step.clear()
+        known = list(old.answers[0].tokens)
+        async with StubGateway(server.port) as new:
+            error = await old.stream_ended()
+            assert isinstance(error, UnavailableError)
+            assert "another stream" in error.message
+            again = build_spec("r", PROMPT, max_tokens=30, generation=1, outputs=known)
+            await new.add(0, again, is_resubmission=True)
+            executor.may_step.set()
+            answers = await new.until_ended(0)
+    assert known + answers[0].tokens == answer_of(PROMPT, 30)
+
+
+@pytest.mark.parametrize(
+    ("hello", "kind", "message"),
+    [
+        (
+            scheduler_pb2.GatewayHello(protocol_version=VERSION, session="short"),
+            InvalidArgumentError,
+            "hello.session is '5 bytes'; allowed: 16 to 64 bytes",
+        ),
+        (
+            scheduler_pb2.GatewayHello(protocol_version=VERSION, session="s" * 16, gateway_id="g" * 129),
+            InvalidArgumentError,
+            "hello.gateway_id is '129 bytes'",
+        ),
+        (
+            scheduler_pb2.GatewayHello(session="s" * 16),
+            FailedPreconditionError,
+            "protocol_version of the gateway is 0.0",
+        ),
+        (None, InvalidArgumentError, "`hello` first"),
+    ],
+)
+async def test_a_gateway_that_does_not_introduce_itself_is_refused(
+    serve: Serve, hello: scheduler_pb2.GatewayHello | None, kind: type[HoldbackError], message: str
+) -> None:
+    server = await serve()
+    gateway = StubGateway(server.port)
+    first = scheduler_pb2.ConnectRequest(abort=scheduler_pb2.AbortSubmission(request_id="r"))
+    await gateway.call.write(first if hello is None else scheduler_pb2.ConnectRequest(hello=hello))
+    gateway.read()
+    error = await gateway.stream_ended()
+    await gateway.__aexit__(None, None, None)
+    assert isinstance(error, kind)
+    assert message in error.message
+
+
+async def test_a_bad_request_ends_its_handle_and_not_the_stream(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port), StubGateway(server.port) as gateway:
+        await gateway.call.write(scheduler_pb2.ConnectRequest(add=scheduler_pb2.AddRequest(handle=0)))
+        await gateway.add(1, build_spec("bad", [500]))
+        await gateway.abort("nobody")
+        await gateway.add(2, build_spec(prompt=PROMPT))
+        answers = await gateway.until_ended(0, 1, 2)
+    assert answers[0].error_reason == "INVALID_FIELD"
+    assert answers[2].tokens == answer_of(PROMPT, 3)
+
+
+async def test_a_gateway_that_does_not_read_is_closed_and_holds_up_nobody(serve: Serve) -> None:
+    server = await serve(gateway_stall_timeout_s=0.3)
+    async with (
+        StubExecutor(server.port, max_num_seqs=1, max_model_len=40_000, num_blocks=10_001),
+        StubGateway(server.port, "the stalled gateway", reads=False) as stalled,
+        StubGateway(server.port, "the good gateway") as good,
+    ):
+        await stalled.add(0, build_spec("has the only slot", PROMPT, max_tokens=39_000))
+        for handle in range(1, 1000):
+            # Each is refused at once; nobody reads the reasons, so they fill the stream's window.
+            await stalled.add(handle, build_spec(f"r{handle}", []))
+        await good.add(0, build_spec(prompt=PROMPT, max_tokens=30))
+        assert (await good.until_ended(0))[0].tokens == answer_of(PROMPT, 30)
+        stalled.read()
+        error = await stalled.stream_ended()
+    assert isinstance(error, UnavailableError)
+    assert "gateway_stall_timeout_s" in error.message
+    assert len(stalled.answers[0].tokens) < 39_000
+
+
+# ---- people ----
+
+
+async def test_the_state_shows_the_last_steps_of_a_request(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port), StubGateway(server.port) as gateway:
+        await gateway.add(0, build_spec("chat-1", list(range(20, 43)), max_tokens=3))  # 23 tokens: chunks of 16 and 7
+        await gateway.until_ended(0)
+        await gateway.add(1, build_spec("other", [20], max_tokens=1))
+        await gateway.until_ended(1)
+        reply = await gateway.stub.GetState(scheduler_pb2.GetStateRequest(request_id="chat-1"))
+        latest = await gateway.stub.GetState(scheduler_pb2.GetStateRequest(request_id="chat-1", max_steps=1))
+    [lane] = reply.lanes
+    assert lane.executor.executor_id == "executor-0"
+    assert lane.executor.lease == ""
+    assert [
+        (
+            step.state,
+            step.rows[0].num_computed_tokens,
+            step.rows[0].num_scheduled_tokens,
+            step.rows[0].num_scheduled_tokens_padded,
+        )
+        for step in lane.steps
+    ] == [(2, 0, 16, 16), (2, 16, 7, 8), (3, 23, 1, 1), (3, 24, 1, 1)]  # prefill, prefill, decode, decode
+    assert all(step.HasField("duration_us") and step.sent_unix_us > 0 for step in lane.steps)
+    assert lane.num_usable_blocks == 64
+    assert lane.max_kv_concurrent == 4
+    assert lane.total_padding_tokens == 1 + 7
+    assert [step.rows[0].num_computed_tokens for step in latest.lanes[0].steps] == [24]
+
+
+async def test_a_scheduler_that_stops_says_so_to_gateways_and_executors(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port) as executor, StubGateway(server.port) as gateway:
+        await executor.joined()
+        executor.may_step.clear()
+        await gateway.add(0, build_spec(prompt=PROMPT))
+        await gateway.until(lambda answers: bool(answers[0].started))
+        async with asyncio.timeout(WAIT_S):
+            await server.stop()
+        for error in (await gateway.stream_ended(), await executor.registration_ended()):
+            assert isinstance(error, UnavailableError)
+            assert error.reason is ErrorReason.SHUTTING_DOWN

@@ -1,0 +1,88 @@
+"""The service's settings, and where an executor may be dialled."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from structlog.testing import capture_logs
+
+from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError
+from scheduler_svc.config import SchedulerServiceConfig
+from scheduler_svc.executors import dial_target
+from tests.scheduler.parts import build_info
+
+
+def load(*arguments: str) -> SchedulerServiceConfig:
+    return SchedulerServiceConfig.load(arguments, {})
+
+
+def test_the_defaults() -> None:
+    config = load()
+    assert (config.heartbeat_interval_s, config.lease_timeout_s, config.executor_loss_timeout_s) == (1, 5, 30)
+    assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (10_000, 10_000_000)
+    assert (config.default_max_tokens, config.max_request_moves, config.gateway_stall_timeout_s) == (4096, 2, 10)
+    assert config.executor_allowed_cidrs == ()
+
+
+def test_networks_are_given_as_a_list() -> None:
+    config = load("--executor-allowed-cidrs", "10.0.0.0/8, fd00::/8")
+    assert config.executor_allowed_cidrs == (ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8"))
+
+
+def test_a_lease_must_outlast_a_heartbeat() -> None:
+    with pytest.raises(ConfigError, match=r"lease_timeout_s is 1.0; allowed: more than heartbeat_interval_s"):
+        load("--lease-timeout-s", "1", "--heartbeat-interval-s", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--executor-allowed-cidrs", "10.0.0.1/8"), "executor_allowed_cidrs"),
+        (("--max-num-queued-reqs", "0"), "max_num_queued_reqs is '0'"),
+        (("--default-max-tokens", "0"), "default_max_tokens is '0'"),
+        (("--max-request-moves", "-1"), "max_request_moves is '-1'"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(arguments: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(*arguments)
+
+
+def test_an_unbounded_default_is_legal_and_its_cost_is_said() -> None:
+    with capture_logs() as logs:
+        load("--default-max-tokens", "null").warn()
+        load().warn()
+    [entry] = logs
+    assert entry["log_level"] == "warning"
+    assert entry["setting"] == "default_max_tokens"
+    assert "fewer requests run at once" in entry["consequence"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "target"),
+    [
+        ("ipv4:10.1.2.3:51000", "10.1.2.3:7000"),
+        ("ipv6:%5B::1%5D:51000", "[::1]:7000"),
+        ("ipv6:%5B::ffff:10.1.2.3%5D:51000", "10.1.2.3:7000"),
+    ],
+)
+def test_an_executor_is_dialled_where_it_dials_from(peer: str, target: str) -> None:
+    assert dial_target(build_info(port=7000), peer, ()) == target
+
+
+def test_an_advertised_address_wins_where_it_is_allowed() -> None:
+    info = build_info(port=7000, advertise_address="10.9.9.9")
+    assert dial_target(info, "ipv4:127.0.0.1:1", [ipaddress.ip_network("10.0.0.0/8")]) == "10.9.9.9:7000"
+
+
+@pytest.mark.parametrize("address", ["192.168.0.1", "metadata.internal", "10.0.0.1:80", "fd00::1"])
+def test_any_other_advertised_address_is_refused(address: str) -> None:
+    with pytest.raises(FailedPreconditionError, match="advertise_address is") as caught:
+        dial_target(build_info(advertise_address=address), "ipv4:10.0.0.1:1", [ipaddress.ip_network("10.0.0.0/8")])
+    assert caught.value.reason is ErrorReason.ADDRESS_NOT_ALLOWED
+
+
+def test_a_peer_without_an_ip_is_refused() -> None:
+    with pytest.raises(FailedPreconditionError, match="peer is 'unix:/tmp/x'"):
+        dial_target(build_info(), "unix:/tmp/x", ())
