@@ -124,6 +124,13 @@ def test_nothing_of_a_larger_step_is_left_in_a_smaller_one() -> None:
     assert inputs.positions.tolist() == [3, 0, 0, 0]
 
 
+def test_nothing_of_a_finished_request_is_left_in_the_block_table_of_the_next() -> None:
+    builder, running = builder_with(request([11, 12, 13, 14, 15], 0, [5, 6]))
+    running.remove("r0")
+    running.add(request([31, 32], 0, [7]))
+    assert prefill(builder, slot=0, num_tokens=2, size=4).block_tables.tolist() == [[7, *[0] * 7]]
+
+
 def test_every_shape_and_type_is_static() -> None:
     builder, running = builder_with(request([11, 12, 13], 0, [5]))
     inputs = prefill(builder, slot=0, num_tokens=3, size=8)
