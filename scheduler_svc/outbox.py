@@ -8,8 +8,9 @@ gateway.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from holdback import codec, rpc
 from holdback.errors import HoldbackError
@@ -25,8 +26,8 @@ class _Pending:
     """New tokens of one request: contiguous outputs from `output_index` on; logprobs by offset into `token_ids`."""
 
     output_index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    token_ids: list[int]
+    logprobs: list[tuple[int, TokenLogprobs]]
 
 
 class Outbox:
@@ -56,15 +57,17 @@ class Outbox:
         self,
         handle: int,
         output_index: int,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         logprobs: Sequence[TokenLogprobs | None] | None,
     ) -> None:
-        """New outputs of a request; they follow those given before without a gap."""
+        """New outputs of a request; they follow those given before without a gap. `token_ids` is the outbox's then."""
         pending = self._pending.get(handle)
+        offset = 0
         if pending is None:
-            pending = self._pending[handle] = _Pending(output_index)
-        offset = len(pending.token_ids)
-        pending.token_ids.extend(token_ids)
+            pending = self._pending[handle] = _Pending(output_index, token_ids, [])
+        else:
+            offset = len(pending.token_ids)
+            pending.token_ids += token_ids
         if logprobs:
             pending.logprobs += [(offset + i, entry) for i, entry in enumerate(logprobs) if entry is not None]
         self._filled.set()
@@ -109,31 +112,31 @@ class Outbox:
     def _fill(self, updates: scheduler_pb2.RequestUpdates) -> None:
         updates.started.extend(self._started)
         self._started.clear()
-        counts = self._move_tokens(updates)
-        if any(count != 1 for count in counts):
-            updates.num_new_tokens.extend(counts)
+        parts = self._take_parts()
+        updates.handles.extend(parts)
+        updates.output_indices.extend([part.output_index for part in parts.values()])
+        updates.token_ids.extend(itertools.chain.from_iterable([part.token_ids for part in parts.values()]))
+        if len(updates.token_ids) != len(parts):
+            updates.num_new_tokens.extend([len(part.token_ids) for part in parts.values()])
+        if any(part.logprobs for part in parts.values()):
+            _fill_logprobs(updates, parts.values())
         if not self._pending:
             updates.ended.extend(self._ended)
             self._ended.clear()
 
-    def _move_tokens(self, updates: scheduler_pb2.RequestUpdates) -> list[int]:
-        """Moves at most a message full of tokens, oldest request first; returns how many of each."""
-        handles, indices, counts, token_ids = [], [], [], list[int]()
+    def _take_parts(self) -> dict[int, _Pending]:
+        """At most a message full of tokens, by handle; what is left stays."""
+        room = MAX_TOKENS_PER_MESSAGE
+        if sum([len(pending.token_ids) for pending in self._pending.values()]) <= room:
+            parts, self._pending = self._pending, {}
+            return parts
+        parts = {}
         for handle in list(self._pending):
-            if len(token_ids) == MAX_TOKENS_PER_MESSAGE:
+            if room == 0:
                 break
-            part = self._split(handle, MAX_TOKENS_PER_MESSAGE - len(token_ids))
-            for offset, entry in part.logprobs:
-                index = len(token_ids) + offset
-                updates.logprobs.add(token_index=index, logprobs=codec.encode_logprobs(entry))
-            handles.append(handle)
-            indices.append(part.output_index)
-            counts.append(len(part.token_ids))
-            token_ids += part.token_ids
-        updates.handles.extend(handles)
-        updates.output_indices.extend(indices)
-        updates.token_ids.extend(token_ids)
-        return counts
+            parts[handle] = self._split(handle, room)
+            room -= len(parts[handle].token_ids)
+        return parts
 
     def _split(self, handle: int, room: int) -> _Pending:
         """Takes at most `room` tokens of a request; what is left stays."""
@@ -147,3 +150,11 @@ class Outbox:
             pending.logprobs = [(offset, entry) for offset, entry in pending.logprobs if offset < room]
             del pending.token_ids[room:]
         return pending
+
+
+def _fill_logprobs(updates: scheduler_pb2.RequestUpdates, parts: Iterable[_Pending]) -> None:
+    start = 0
+    for part in parts:
+        for offset, entry in part.logprobs:
+            updates.logprobs.add(token_index=start + offset, logprobs=codec.encode_logprobs(entry))
+        start += len(part.token_ids)
