@@ -88,7 +88,7 @@ class Request:
         self.decode_until = 0
         self.next_block_at = 0
         self.outputs_until = 0
-        self._block_keys: list[bytes] = []
+        self._block_keys: dict[int, list[bytes]] = {}
         self._root_key = root_key([("cache_salt", spec.cache_salt)] if spec.cache_salt else [])
 
     def __repr__(self) -> str:
@@ -153,9 +153,10 @@ class Request:
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of full block number `index` in the prefix cache; its tokens must be known.
 
-        Keys are computed once each and only as far as they are asked for.
+        Keys are computed once each and only as far as they are asked for. While the request waits, lanes of different
+        block sizes may ask.
         """
-        keys = self._block_keys
+        keys = self._block_keys.setdefault(block_size, [])
         while len(keys) <= index:
             start = len(keys) * block_size
             parent = keys[-1] if keys else self._root_key

@@ -366,8 +366,7 @@ class Scheduler:
         """Ends a request whose numbers are not finite, and everything that may rest on what it wrote.
 
         Blocks that it wrote are not offered any more. Requests that hit one of them start again in front of the queue,
-        and so do those that hit a block of theirs. `requests` is in order of binding, so a reader comes after the
-        writer and one pass finds them all.
+        and what they wrote is not offered either. Who hit a block of theirs hit the first one too, as a hit has no gap.
         """
         tainted = self._withdraw(request)
         self._unbind(request)
@@ -375,7 +374,7 @@ class Scheduler:
         restarted = []
         for reader in list(self.requests.values()):
             if not tainted.isdisjoint(reader.block_ids[: reader.num_hit_blocks]):
-                tainted |= self._withdraw(reader)
+                self._withdraw(reader)
                 self._unbind(reader)
                 restarted.append(reader.continuation())
         for again in reversed(restarted):

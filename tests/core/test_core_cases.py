@@ -225,6 +225,17 @@ def test_tokens_that_are_computed_again_after_a_loss_are_not_counted():
     assert moved.usage().cached_tokens == 0
 
 
+@pytest.mark.case("B24")
+def test_a_prompt_that_starts_again_after_a_loss_is_counted_once():
+    drive = build_drive(max_num_batched_tokens=8, num_batched_tokens_buckets=(8,))
+    drive.add("r", prompt=20)
+    drive.run(2)
+    (moved,) = drive.lose_lane()
+    drive.scheduler.add_request(moved)
+    drive.step()
+    assert drive.scheduler.prefix_cache_stats == (20, 0)
+
+
 @pytest.mark.case("B27")
 @both_schedulers
 def test_every_ending_gives_all_blocks_back(scheduler_class):

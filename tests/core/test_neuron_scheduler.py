@@ -210,6 +210,24 @@ def test_what_the_base_does_not_take_goes_back_to_the_front():
     scheduler.check_integrity()
 
 
+def test_a_schedule_that_fails_loses_no_request():
+    class Failing(NeuronScheduler):
+        def _call_base_schedule(self):
+            if self.waiting and self.requests:
+                raise InternalError("no block is free")
+            return Scheduler.schedule(self)
+
+    drive = build_drive(Failing)
+    for req_id in "abc":
+        drive.add(req_id)
+    drive.step()
+    with pytest.raises(InternalError, match="no block is free"):
+        drive.scheduler.schedule()
+    assert (ids(drive.scheduler.running), ids(drive.scheduler.waiting)) == (["a"], ["b", "c"])
+    drive.scheduler.check_integrity()
+    assert ids(drive.lose_lane()) == ["a"]
+
+
 class CountingQueue(RequestQueue):
     """Counts what a step asks of its queue."""
 

@@ -188,9 +188,10 @@ def test_a_request_whose_numbers_fail_ends_and_the_step_goes_on():
     drive.run(2)
     output = drive.schedule()
     assert list(output.num_scheduled_tokens) == ["b", "a"]
-    failed, good = drive.update(failed_rows=[0], sampled_token_ids=[0, 51])
+    failed, good = drive.update(failed_rows=[0], sampled_token_ids=[0, 51], logprobs=[TokenLogprobs(0, 0.0), None])
     assert (failed.req_id, failed.output_index, failed.new_token_ids) == ("b", 1, [])
     assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, ErrorReason.NUMERIC_ERROR)
+    assert failed.logprobs is None
     assert (good.req_id, good.new_token_ids) == ("a", [51])
     assert drive.step().finished_req_ids == ["b"]
     drive.run_until_idle()
@@ -225,6 +226,10 @@ def test_who_hit_a_block_of_a_failed_request_starts_again_and_others_go_on():
     assert sorted(again.finished_req_ids) == ["reader", "reader-of-reader", "writer"]
     # 13 prompt tokens and 2 outputs so far, all of them computed again.
     assert (again.scheduled_new_reqs[0].req_id, again.num_scheduled_tokens) == ("reader", {"reader": 15})
+    # Its third block is new as well, though the one that it wrote before has the same key.
+    then = drive.step().scheduled_new_reqs[0]
+    assert (then.req_id, then.num_computed_tokens) == ("reader-of-reader", 12)
+    assert then.block_ids[:3] == again.scheduled_new_reqs[0].block_ids[:3]
     drive.run_until_idle()
     expected = [50 + i for i in range(8)]
     assert drive.outputs == {"writer": [50, 51], "reader": expected, "other": expected, "reader-of-reader": expected}
@@ -248,13 +253,15 @@ def test_a_lost_lane_gives_back_every_request_and_keeps_nothing():
     drive = build_drive(num_blocks=81)
     for number, req_id in enumerate("abc"):
         drive.add(req_id, prompt=[number, 1, 2, 3, 4], max_tokens=8)
+    drive.add("gone", prompt=[9], max_tokens=8)
     drive.run(4)
     drive.schedule()
     scheduler = drive.scheduler
+    scheduler.finish_request("gone", FinishReason.ABORT)
     released = scheduler.release_all()
     assert ids(released) == ["c", "b", "a"]
     assert {request.req_id: request.output_token_ids for request in released} == {
-        "a": [50, 51], "b": [50, 51], "c": [50, 51],
+        "a": [50], "b": [50], "c": [50],
     }  # fmt: skip
     scheduler.check_integrity()
     assert (scheduler.running, scheduler.requests, scheduler.num_steps_in_flight) == ([], {}, 0)
@@ -264,7 +271,7 @@ def test_a_lost_lane_gives_back_every_request_and_keeps_nothing():
     assert ids(scheduler.waiting) == ["a", "b", "c"]
     output = scheduler.schedule()
     assert (output.step, output.finished_req_ids) == (0, [])
-    assert output.num_scheduled_tokens == {"a": 7}
+    assert output.num_scheduled_tokens == {"a": 6}
     assert output.scheduled_new_reqs[0].num_computed_tokens == 0
 
 
