@@ -146,6 +146,17 @@ async def test_a_cached_prefix_draws_a_request_to_its_lane(simulate: Simulate) -
     assert simulation.dispatcher.prefix_cache_stats == (81, 36)
 
 
+@pytest.mark.case("B23")
+async def test_executors_with_other_block_sizes_do_not_share_keys(simulate: Simulate) -> None:
+    simulation = simulate()
+    simulation.add_lane("slow", block_size=4, prefill_us=1000)
+    simulation.add_lane("fast", block_size=8, num_blocks=33, prefill_us=1)
+    for handle, tail in enumerate((30, 40)):  # equal in the first 4 tokens only
+        simulation.submit(handle, build_spec(f"r{handle}", [20] * 4 + [tail] * 9))
+        answer = await simulation.until_ended(handle)
+        assert (answer.started[0].executor_id, answer.started[0].num_cached_tokens) == ("fast", 0)
+
+
 async def test_the_faster_executor_is_chosen_where_nothing_is_cached(simulate: Simulate) -> None:
     simulation = simulate()
     simulation.add_lane("slow", prefill_us=200)
