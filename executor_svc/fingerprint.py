@@ -23,7 +23,7 @@ SAMPLES_PER_TENSOR = 64
 SAMPLE_BYTES = 16 << 10
 
 # Who wrote the file, and how weights are stored or cached, say nothing of what the model computes.
-_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
+_NOT_THE_MODEL = frozenset({"transformers_version", "dtype", "torch_dtype", "use_cache"})
 
 
 def fingerprint(
@@ -38,7 +38,7 @@ def fingerprint(
         full_bytes: most weight bytes that are read completely.
     """
     digest = hashlib.sha256()
-    relevant = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+    relevant = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL and not key.startswith("_")}
     digest.update(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode())
     is_sampled = sum(path.stat().st_size for path in weight_files) > full_bytes
     digest.update(b"sampled" if is_sampled else b"full")

@@ -115,7 +115,7 @@ def import_model(
         total=4, desc="reading source", unit="step", disable=None if show_progress is None else not show_progress
     )
     with bar, _quiet_transformers(show_bars=not bar.disable):
-        identity = Identity(_digest(source), dtype)
+        identity = Identity(_digest(source), dtype)  # over every byte: a name and a date prove nothing
         bar.update()
         if _already_there(destination, identity):
             return False
@@ -131,10 +131,10 @@ def find_source(name: str) -> Source:
     if package != name:
         return Source(name, _gguf_in_package(package))
     path = pathlib.Path(name)
-    if not path.exists():
-        raise ConfigError(f"SRC is {name!r}, which does not exist; allowed: a GGUF file or a model directory")
     if path.is_dir():
         read_config(path)
+    elif not path.is_file():
+        raise ConfigError(f"SRC is {name!r}, which is no file or directory; allowed: a GGUF file or a model directory")
     return Source(name, path)
 
 
@@ -152,12 +152,14 @@ def _gguf_in_package(package: str) -> pathlib.Path:
 
 def _digest(source: Source) -> str:
     digest = hashlib.sha256()
-    for path in source.files():
-        digest.update(struct.pack("<Q", path.stat().st_size))
-        if not source.is_gguf:
-            digest.update(path.name.encode() + b"\0")
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    try:
+        for path in source.files():
+            name = b"" if source.is_gguf else path.name.encode()
+            digest.update(struct.pack("<I", len(name)) + name)
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise ConfigError(f"SRC is {source.name!r}, which cannot be read: {error}") from error
     return digest.hexdigest()
 
 
@@ -213,6 +215,7 @@ def _convert(source: Source, aside: pathlib.Path, dtype: str, enter: Callable[[s
     model.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
     model.save_pretrained(aside, max_shard_size="5GB")
+    _drop_keys(aside / "config.json", lambda key: key.startswith("_"))
     enter("writing tokenizer")
     if source.is_gguf:
         _write_tokenizer(aside, _gguf_tokenizer(source.path, metadata))
@@ -288,17 +291,20 @@ def _converted_tokenizer(path: pathlib.Path) -> Any:
 def _write_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
     """Writes a tokenizer and proves that both ways to read it give what it gave in memory."""
     tokenizer.save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for how_it_was_loaded in ("local_files_only", "is_local", "backend"):
-        config.pop(how_it_was_loaded, None)
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _drop_keys(directory / "tokenizer_config.json", lambda key: key in ("local_files_only", "is_local", "backend"))
     alone = Tokenizer.from_file(str(directory / "tokenizer.json"))
     again = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     for text in PROBE_TEXTS:
         expected = tokenizer(text).input_ids
         if alone.encode(text).ids != expected or again(text).input_ids != expected:
             raise ConfigError(f"the tokenizer of SRC changes when it is written: {text!r} gets other token ids")
+
+
+def _drop_keys(path: pathlib.Path, is_unwanted: Callable[[str], bool]) -> None:
+    """Takes out of a JSON file what says only where and how it was made."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in content.items() if not is_unwanted(key)}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _check_vocabulary(directory: pathlib.Path, vocab_size: int) -> None:
