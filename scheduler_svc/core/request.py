@@ -215,6 +215,4 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, *, i
         return
     index, token_id = next((i, token_id) for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
     path = f"{field}[{index}]" if is_list else field
-    raise InvalidArgumentError.of(
-        path, token_id, f"[0, {vocab_size})", reason=ErrorReason.TOKEN_OUT_OF_VOCABULARY
-    )
+    raise InvalidArgumentError.of(path, token_id, f"[0, {vocab_size})", reason=ErrorReason.TOKEN_OUT_OF_VOCABULARY)
