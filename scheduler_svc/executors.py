@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
@@ -25,6 +26,7 @@ from holdback.errors import (
     ErrorReason,
     FailedPreconditionError,
     HoldbackError,
+    InternalError,
     InvalidArgumentError,
     UnavailableError,
 )
@@ -176,7 +178,8 @@ class _Registration:
         """Opens the `Execute` stream and runs the lane on it. Returns after a drain."""
         stream = StepStream(self._target)
         try:
-            await stream.open(self._info.lease, self._config.lease_timeout_s)
+            with self._as_reset():
+                await stream.open(self._info.lease, self._config.lease_timeout_s)
             await self._run_lane(stream)
         finally:
             await stream.close()
@@ -189,10 +192,22 @@ class _Registration:
         self._log.info("executor_joined", model=self._info.model.name, device=self._info.device)
         receiving = asyncio.ensure_future(stream.receive_into(lane))
         try:
-            await lane.run()
+            with self._as_reset():
+                await lane.run()
         finally:
             receiving.cancel()
             dispatcher.remove_lane(lane, is_lost=not lane.is_draining)
+
+    @contextmanager
+    def _as_reset(self) -> Iterator[None]:
+        """What goes wrong once an executor is accepted does not refuse it: the status asks it to register again."""
+        try:
+            yield
+        except HoldbackError as error:
+            raise InternalError(f"the lane was reset: {error.message}", reason=error.reason) from error
+        except Exception as error:
+            self._log.exception("lane_failed")
+            raise InternalError(f"the lane was reset: {error!r}") from error
 
 
 def check_info(info: ExecutorInfo) -> None:

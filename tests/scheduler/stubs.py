@@ -47,9 +47,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     Attributes:
         may_step: steps are answered while this is set.
         tamper: changes each output before it is sent.
-        is_silent: sends no heartbeats.
+        fails_with: ends the stream at the next step.
+        num_steps: answered so far.
         ended: how its registration ended, once it has; None after a plain end.
-        steps: answered so far.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.may_step = asyncio.Event()
         self.may_step.set()
         self.tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda output: output
+        self.fails_with: HoldbackError | None = None
         self.condition = Condition()
         self.num_steps = 0
         self.accepted: scheduler_pb2.ExecutorAccepted | None = None
@@ -156,6 +157,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         while (request := await context.read()) is not grpc.aio.EOF:
             output = executor.execute(decoder.decode(request.step))
             await self.may_step.wait()
+            if self.fails_with is not None:
+                await rpc.abort(context, self.fails_with)
             message = codec.encode_runner_output(self.tamper(output))
             await context.write(executor_pb2.ExecuteResponse(output=message))
             self.num_steps += 1

@@ -245,31 +245,28 @@ async def test_an_executor_that_does_not_accept_execute_never_joins(serve: Serve
     server = await serve(**QUICK)
     async with StubExecutor(server.port, accepts=False) as executor:
         error = await executor.registration_ended()
-    assert isinstance(error, UnavailableError)
+    assert isinstance(error, InternalError)
     assert "did not accept Execute" in error.message
     assert server.pool.model is None
 
 
 @pytest.mark.parametrize(
-    ("tamper", "kind", "message"),
+    ("tamper", "reason", "message"),
     [
         (
             lambda output: dataclasses.replace(output, step=output.step + 1),
-            FailedPreconditionError,
+            ErrorReason.STEP_OUT_OF_ORDER,
             "the oldest step in flight",
         ),
         (
             lambda output: dataclasses.replace(output, sampled_token_ids=[*output.sampled_token_ids, 20]),
-            InternalError,
-            "tokens for",
+            ErrorReason.INTERNAL,
+            "2 tokens for 1 rows",
         ),
     ],
 )
-async def test_an_executor_that_answers_wrongly_is_reset_and_its_requests_go_on(
-    serve: Serve,
-    tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput],
-    kind: type[HoldbackError],
-    message: str,
+async def test_an_executor_that_answers_wrongly_is_asked_to_register_again_and_its_requests_go_on(
+    serve: Serve, tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput], reason: ErrorReason, message: str
 ) -> None:
     server = await serve()
     async with StubExecutor(server.port, "liar") as liar, StubGateway(server.port) as gateway:
@@ -277,12 +274,24 @@ async def test_an_executor_that_answers_wrongly_is_reset_and_its_requests_go_on(
         liar.tamper = lambda output: tamper(output) if output.step == 3 else output
         await gateway.add(0, build_spec(prompt=PROMPT, max_tokens=9))
         error = await liar.registration_ended()
-        assert isinstance(error, kind)
+        assert isinstance(error, InternalError)  # FAILED_PRECONDITION would refuse it for good
+        assert error.reason is reason
         assert message in error.message
         async with StubExecutor(server.port, "honest"):
             answers = await gateway.until_ended(0)
     assert answers[0].tokens == answer_of(PROMPT, 9)
     assert [started.executor_id for started in answers[0].started] == ["liar", "honest"]
+
+
+async def test_an_executor_that_ends_execute_is_asked_to_register_again(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port) as executor, StubGateway(server.port) as gateway:
+        await executor.joined()
+        executor.fails_with = FailedPreconditionError("step is 9", reason=ErrorReason.STEP_OUT_OF_ORDER)
+        await gateway.add(0, build_spec(prompt=PROMPT))
+        error = await executor.registration_ended()
+    assert isinstance(error, InternalError)
+    assert error.reason is ErrorReason.STEP_OUT_OF_ORDER
 
 
 async def test_a_drain_ends_a_registration_plainly_once_the_step_is_done(serve: Serve) -> None:
