@@ -39,7 +39,7 @@ from scheduler_svc.core.request import Request, check_request
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
 from scheduler_svc.pool import Pool
-from scheduler_svc.requests import Session, Submission, log_end, make_req_id
+from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Session, Submission, log_end, make_req_id
 
 log = structlog.get_logger(__name__)
 
@@ -109,7 +109,7 @@ class Dispatcher:
         """Ends the handle of a request that was not taken."""
         log.info(
             "request_refused",
-            request_id=request_id,
+            request_id=request_id[:MAX_REQUEST_ID_BYTES],
             gateway=session.name,
             error_reason=error.reason.value,
             message=error.message,

@@ -139,8 +139,9 @@ class _Stream:
             self._add(request.add)
         elif kind == "abort":
             self._dispatcher.abort(self._session, request.abort.request_id, request.abort.generation)
-        else:
-            raise InvalidArgumentError.of("request", kind, "`add` or `abort` after the first message")
+        elif kind == "hello":
+            raise InvalidArgumentError.of("request", kind, "`hello` first and only first")
+        # Anything else is of a newer gateway, and means nothing here.
 
     def _add(self, add: scheduler_pb2.AddRequest) -> None:
         if not add.spec.sampling.HasField("max_tokens"):

@@ -221,7 +221,12 @@ class Lane:
             output = self._schedule()
             if output is None:
                 return
-            await self._sender.send(output)
+            record = self._in_flight[-1].record
+            try:
+                async with asyncio.timeout(record.timeout_s):
+                    await self._sender.send(output)
+            except TimeoutError:
+                raise _timed_out(record) from None
 
     def _schedule(self) -> SchedulerOutput | None:
         """The next step, noted as in flight; None when there is nothing to send."""
@@ -277,15 +282,20 @@ class Lane:
                 async with asyncio.timeout(left_s):
                     await self._wakeup.wait()
             except TimeoutError:
-                raise InternalError(
-                    f"step {record.step} has run for {record.timeout_s:g} s; allowed: less than step_timeout"
-                ) from None
+                raise _timed_out(record) from None
         self._wakeup.clear()
 
     def _check_idle(self) -> None:
         if not self._is_checked:
             self.core.check_integrity()
             self._is_checked = True
+
+
+def _timed_out(record: SentStep) -> InternalError:
+    return InternalError(
+        f"step {record.step} has run for {record.timeout_s:g} s; allowed: step_timeout_factor times its expected time, "
+        "at least min_step_timeout_s"
+    )
 
 
 def scheduler_config(info: ExecutorInfo, config: SchedulerServiceConfig) -> SchedulerConfig:

@@ -62,8 +62,9 @@ class StepStream:
             lane.receive(codec.decode_runner_output(response.output))
         elif kind == "draining":
             lane.drain(response.draining.reason)
-        else:
-            raise InternalError(f"a message of an Execute stream is {kind}; allowed: output or draining")
+        elif kind == "accepted":
+            raise InternalError("the executor accepted Execute twice")
+        # Anything else is of a newer executor, and means nothing here.
 
     async def _write(self, request: executor_pb2.ExecuteRequest) -> None:
         try:

@@ -48,6 +48,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         may_step: steps are answered while this is set.
         tamper: changes each output before it is sent.
         fails_with: ends the stream at the next step.
+        says_more: sends messages of a kind that is not known yet.
         num_steps: answered so far.
         ended: how its registration ended, once it has; None after a plain end.
     """
@@ -67,6 +68,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.may_step.set()
         self.tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda output: output
         self.fails_with: HoldbackError | None = None
+        self.says_more = False
         self.condition = Condition()
         self.num_steps = 0
         self.accepted: scheduler_pb2.ExecutorAccepted | None = None
@@ -159,6 +161,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             await self.may_step.wait()
             if self.fails_with is not None:
                 await rpc.abort(context, self.fails_with)
+            if self.says_more:
+                await context.write(executor_pb2.ExecuteResponse())
             message = codec.encode_runner_output(self.tamper(output))
             await context.write(executor_pb2.ExecuteResponse(output=message))
             self.num_steps += 1

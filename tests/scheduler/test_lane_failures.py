@@ -193,6 +193,20 @@ async def test_a_step_that_does_not_return_ends_the_lane(simulate: Simulate) -> 
     assert simulation.answers[0].tokens == answer_of(PROMPT, 3)
 
 
+async def test_a_step_that_cannot_be_sent_ends_the_lane(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = simulate(min_step_timeout_s=0.02)
+    full = simulation.add_lane("full")
+
+    async def never(output: SchedulerOutput) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(full, "send", never)
+    simulation.submit(0, build_spec(prompt=PROMPT))
+    assert isinstance(await full.ended(), InternalError)
+    simulation.add_lane("second")
+    assert (await simulation.until_ended(0)).tokens == answer_of(PROMPT, 3)
+
+
 async def test_a_core_that_would_stand_still_ends_the_lane(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = simulate()
     lane = simulation.add_lane(is_stepped=True)

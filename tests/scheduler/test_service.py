@@ -381,6 +381,24 @@ async def test_a_gateway_that_does_not_introduce_itself_is_refused(
     assert message in error.message
 
 
+async def test_a_second_hello_ends_the_stream(serve: Serve) -> None:
+    server = await serve()
+    async with StubGateway(server.port) as gateway:
+        hello = scheduler_pb2.GatewayHello(protocol_version=VERSION, session="s" * 16)
+        await gateway.call.write(scheduler_pb2.ConnectRequest(hello=hello))
+        error = await gateway.stream_ended()
+    assert isinstance(error, InvalidArgumentError)
+
+
+async def test_what_only_newer_peers_know_is_ignored(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port) as executor, StubGateway(server.port) as gateway:
+        executor.says_more = True
+        await gateway.call.write(scheduler_pb2.ConnectRequest())
+        await gateway.add(0, build_spec(prompt=PROMPT))
+        assert (await gateway.until_ended(0))[0].tokens == answer_of(PROMPT, 3)
+
+
 async def test_a_bad_request_ends_its_handle_and_not_the_stream(serve: Serve) -> None:
     server = await serve()
     async with StubExecutor(server.port), StubGateway(server.port) as gateway:
