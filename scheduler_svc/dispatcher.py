@@ -90,9 +90,16 @@ class Dispatcher:
     # ---- gateways ----
 
     def submit(self, session: Session, handle: int, spec: RequestSpec, *, is_resubmission: bool = False) -> None:
-        """Takes a request, or ends its handle with the reason why not. Never raises for a bad request."""
+        """Takes a request, or ends its handle with the reason why not. Never raises for a bad request.
+
+        A handle names one request. Used twice it names none, so the one that has it ends, and the new one with it.
+        """
+        living = session.by_handle.get(handle)
+        if living is not None:
+            used_twice = InvalidArgumentError.of("handle", handle, "one that was not used on this stream")
+            self._end(living, FinishReason.ERROR, error=used_twice)
+            return
         try:
-            self._check_handle(session, handle)
             replaced = session.check_identity(spec)
             self._check(spec)
             self._pool.check_serves()
@@ -126,14 +133,6 @@ class Dispatcher:
         """The gateway's stream is gone: all that is left of its requests ends now."""
         for submission in list(session.by_handle.values()):
             self._end(submission, FinishReason.ABORT, error=RequestAbortedError("the gateway's stream ended"))
-
-    def _check_handle(self, session: Session, handle: int) -> None:
-        """A handle names one request. Used twice it names none, so the one that has it ends with the new one."""
-        living = session.by_handle.get(handle)
-        if living is not None:
-            error = InvalidArgumentError.of("handle", handle, "one that was not used on this stream")
-            self._end(living, FinishReason.ERROR, error=error)
-            raise error
 
     def _check(self, spec: RequestSpec) -> None:
         if spec.deadline_ms is not None and spec.deadline_ms < 1:

@@ -40,6 +40,11 @@ def answer_of(prompt: Sequence[int], num_tokens: int, *, start: int = 0) -> list
     return [16 + (sum(prompt) + 3 * i) % 100 for i in range(start, num_tokens)]
 
 
+def prompt_of(number: int) -> list[int]:
+    """A prompt of its own for each number, with answers of its own."""
+    return [20 + number, 21, 22]
+
+
 def build_info(
     executor_id: str = "executor-0",
     *,
@@ -308,6 +313,10 @@ class Simulation:
         info = build_info(executor_id, **sizes)  # type: ignore[arg-type]
         self.lanes.append(SimulatedLane(self, info, is_stepped=is_stepped))
         return self.lanes[-1]
+
+    def change(self, **settings: object) -> None:
+        """Other settings, for lanes that are added from now on."""
+        self.config = self.config.model_copy(update=settings)
 
     def submit(self, handle: int, spec: RequestSpec, *, is_resubmission: bool = False) -> None:
         self.answers.num_known[handle] = len(spec.output_token_ids)

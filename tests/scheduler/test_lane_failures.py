@@ -188,6 +188,7 @@ async def test_a_step_that_does_not_return_ends_the_lane(simulate: Simulate) -> 
     raised = await hung.ended()
     assert isinstance(raised, InternalError)
     assert "step 0 has run for 0.02 s" in str(raised)
+    simulation.change(min_step_timeout_s=60)
     simulation.add_lane("second")
     await simulation.until_ended(0)
     assert simulation.answers[0].tokens == answer_of(PROMPT, 3)
@@ -203,6 +204,7 @@ async def test_a_step_that_cannot_be_sent_ends_the_lane(simulate: Simulate, monk
     monkeypatch.setattr(full, "send", never)
     simulation.submit(0, build_spec(prompt=PROMPT))
     assert isinstance(await full.ended(), InternalError)
+    simulation.change(min_step_timeout_s=60)
     simulation.add_lane("second")
     assert (await simulation.until_ended(0)).tokens == answer_of(PROMPT, 3)
 

@@ -1,11 +1,9 @@
-"""Real streams on loopback: registration, steps and gateways, and what ends each."""
+"""Requests over real streams: through executors that die, for gateways that come and go, and for people who look."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,15 +13,13 @@ from holdback.errors import (
     ErrorReason,
     FailedPreconditionError,
     HoldbackError,
-    InternalError,
     InvalidArgumentError,
     UnavailableError,
 )
 from holdback.health import READINESS
-from holdback.types import ModelRunnerOutput
 from holdback.v1 import scheduler_pb2
 from scheduler_svc.server import SchedulerServer
-from tests.scheduler.parts import answer_of, build_info, build_spec
+from tests.scheduler.parts import answer_of, build_spec
 from tests.scheduler.stubs import VERSION, WAIT_S, StubExecutor, StubGateway
 
 pytestmark = pytest.mark.loopback
@@ -145,165 +141,6 @@ async def test_without_a_default_it_gets_what_fits(serve: Serve) -> None:
         await gateway.call.write(scheduler_pb2.ConnectRequest(add=add))
         answers = await gateway.until_ended(0)
     assert answers[0].tokens == answer_of(PROMPT, 13)
-    assert answers[0].finish_reason == "length"
-
-
-# ---- registration ----
-
-
-async def refusal(server: SchedulerServer, **changes: Any) -> HoldbackError:
-    """How a registration with these fields of `build_info` ends."""
-    build = lambda port, lease: codec.encode_executor_info(build_info(**{"port": port, "lease": lease} | changes))  # noqa: E731
-    async with StubExecutor(server.port, info=build) as executor:
-        error = await executor.registration_ended()
-    assert error is not None
-    return error
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"fingerprint": "other"}, FailedPreconditionError, "model.fingerprint is 'other'; allowed: 'model'"),
-        ({"max_model_len": 32}, FailedPreconditionError, "model.max_model_len is 32; allowed: 64"),
-        ({"num_blocks": 16}, FailedPreconditionError, "num_blocks is 16"),
-        ({"num_blocks": 2**23}, InvalidArgumentError, "limits.num_blocks is 8388608; allowed: <= 4194304"),
-        ({"prefill_buckets": (16, 8)}, FailedPreconditionError, "num_batched_tokens_buckets is [16, 8]"),
-        ({"decode_us": 0}, FailedPreconditionError, "latency_us of the decode graph of size 4"),
-        ({"lease": "too short"}, InvalidArgumentError, "lease is '9 bytes'; allowed: 16 to 64"),
-        ({"port": 0}, InvalidArgumentError, "port is 0"),
-        ({"executor_id": ""}, InvalidArgumentError, "executor_id is '0 bytes'"),
-        ({"advertise_address": "127.0.0.1"}, FailedPreconditionError, "executor_allowed_cidrs (none)"),
-    ],
-)
-async def test_an_executor_that_does_not_fit_is_refused_and_the_pool_serves_on(
-    serve: Serve, changes: dict[str, Any], kind: type[HoldbackError], message: str
-) -> None:
-    server = await serve()
-    async with StubExecutor(server.port) as good, StubGateway(server.port) as gateway:
-        await good.joined()
-        await gateway.until(lambda answers: bool(answers.pools) and answers.pools[-1].ready)
-        error = await refusal(server, **changes)
-        assert isinstance(error, kind)
-        assert message in error.message
-        await gateway.add(0, build_spec(prompt=PROMPT))
-        assert (await gateway.until_ended(0))[0].tokens == answer_of(PROMPT, 3)
-
-
-async def test_the_configuration_can_pin_the_model(serve: Serve) -> None:
-    server = await serve(model_fingerprint="the right one")
-    error = await refusal(server)
-    assert error.reason is ErrorReason.MODEL_MISMATCH
-    assert "model.fingerprint is 'model'; allowed: 'the right one'" in error.message
-
-
-async def test_a_lease_serves_once(serve: Serve) -> None:
-    server = await serve()
-    lease = "the same lease every time"
-    build = lambda port, _: codec.encode_executor_info(build_info(port=port, lease=lease))  # noqa: E731
-    async with StubExecutor(server.port, info=build) as executor:
-        await executor.joined()
-        assert executor.opened_with is not None
-        assert executor.opened_with.lease == lease
-    error = await refusal(server, lease=lease)
-    assert error.reason is ErrorReason.LEASE_MISMATCH
-
-
-async def test_another_major_version_is_refused_naming_both(serve: Serve) -> None:
-    server = await serve()
-
-    def build(port: int, lease: str) -> scheduler_pb2.ExecutorInfo:
-        info = codec.encode_executor_info(build_info(port=port, lease=lease))
-        info.protocol_version.major = 2
-        return info
-
-    async with StubExecutor(server.port, info=build) as executor:
-        error = await executor.registration_ended()
-    assert error is not None
-    assert error.reason is ErrorReason.PROTOCOL_MISMATCH
-    assert "2.0" in error.message
-    assert "1.0" in error.message
-
-
-async def test_an_advertised_address_within_the_allowed_networks_is_dialled(serve: Serve) -> None:
-    server = await serve(executor_allowed_cidrs="10.0.0.0/8, 127.0.0.0/8")
-    async with StubExecutor(server.port, advertise_address="127.0.0.1") as executor:
-        await executor.joined()
-
-
-async def test_heartbeats_keep_a_lease_and_silence_ends_it(serve: Serve) -> None:
-    server = await serve(**QUICK)
-    async with StubExecutor(server.port, "steady") as steady:
-        async with StubExecutor(server.port, "silent", is_silent=True) as silent:
-            error = await silent.registration_ended()
-        assert isinstance(error, UnavailableError)
-        assert "silent for 0.4 s" in error.message
-        await steady.condition.until(lambda: steady.num_heartbeats > 12)  # longer than the lease timeout
-        assert not steady.ended.done()
-
-
-async def test_an_executor_that_does_not_accept_execute_never_joins(serve: Serve) -> None:
-    server = await serve(**QUICK)
-    async with StubExecutor(server.port, accepts=False) as executor:
-        error = await executor.registration_ended()
-    assert isinstance(error, InternalError)
-    assert "did not accept Execute" in error.message
-    assert server.pool.model is None
-
-
-@pytest.mark.parametrize(
-    ("tamper", "reason", "message"),
-    [
-        (
-            lambda output: dataclasses.replace(output, step=output.step + 1),
-            ErrorReason.STEP_OUT_OF_ORDER,
-            "the oldest step in flight",
-        ),
-        (
-            lambda output: dataclasses.replace(output, sampled_token_ids=[*output.sampled_token_ids, 20]),
-            ErrorReason.INTERNAL,
-            "2 tokens for 1 rows",
-        ),
-    ],
-)
-async def test_an_executor_that_answers_wrongly_is_asked_to_register_again_and_its_requests_go_on(
-    serve: Serve, tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput], reason: ErrorReason, message: str
-) -> None:
-    server = await serve()
-    async with StubExecutor(server.port, "liar") as liar, StubGateway(server.port) as gateway:
-        await liar.joined()
-        liar.tamper = lambda output: tamper(output) if output.step == 3 else output
-        await gateway.add(0, build_spec(prompt=PROMPT, max_tokens=9))
-        error = await liar.registration_ended()
-        assert isinstance(error, InternalError)  # FAILED_PRECONDITION would refuse it for good
-        assert error.reason is reason
-        assert message in error.message
-        async with StubExecutor(server.port, "honest"):
-            answers = await gateway.until_ended(0)
-    assert answers[0].tokens == answer_of(PROMPT, 9)
-    assert [started.executor_id for started in answers[0].started] == ["liar", "honest"]
-
-
-async def test_an_executor_that_ends_execute_is_asked_to_register_again(serve: Serve) -> None:
-    server = await serve()
-    async with StubExecutor(server.port) as executor, StubGateway(server.port) as gateway:
-        await executor.joined()
-        executor.fails_with = FailedPreconditionError("step is 9", reason=ErrorReason.STEP_OUT_OF_ORDER)
-        await gateway.add(0, build_spec(prompt=PROMPT))
-        error = await executor.registration_ended()
-    assert isinstance(error, InternalError)
-    assert error.reason is ErrorReason.STEP_OUT_OF_ORDER
-
-
-async def test_a_drain_ends_a_registration_plainly_once_the_step_is_done(serve: Serve) -> None:
-    server = await serve(max_request_moves=0)
-    async with StubExecutor(server.port, "first") as first, StubGateway(server.port) as gateway:
-        await gateway.add(0, build_spec(prompt=PROMPT, max_tokens=40))
-        await gateway.until(lambda answers: len(answers[0].tokens) >= 2)
-        await first.drain()
-        assert await first.registration_ended() is None
-        async with StubExecutor(server.port, "second"):
-            answers = await gateway.until_ended(0)
-    assert answers[0].tokens == answer_of(PROMPT, 40)
     assert answers[0].finish_reason == "length"
 
 
