@@ -54,6 +54,21 @@ async def test_requests_of_a_lost_executor_go_on_at_another_from_the_outputs_so_
     ]
 
 
+@pytest.mark.case("B60")
+async def test_an_executor_that_comes_back_is_taken_for_empty(simulate: Simulate) -> None:
+    simulation = simulate()
+    prompt = list(range(20, 40))
+    for handle in range(2):
+        lane = simulation.add_lane("the same")
+        simulation.submit(handle, build_spec(f"r{handle}", prompt, max_tokens=2))
+        answer = await simulation.until_ended(handle)
+        assert answer.tokens == answer_of(prompt, 2)
+        assert answer.started[0].num_cached_tokens == 0
+        assert lane.sent[0].step == 0
+        assert lane.sent[0].scheduled_new_reqs[0].block_ids == [1, 2, 3, 4]  # a chunk of 16 in blocks of 4
+        await lane.lose(UnavailableError("restarted"))
+
+
 async def test_moved_requests_stand_in_front_in_order_of_arrival(simulate: Simulate) -> None:
     simulation = simulate()
     lanes = [simulation.add_lane(f"executor-{n}", is_stepped=True, max_num_seqs=2) for n in range(2)]
