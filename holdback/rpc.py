@@ -65,7 +65,7 @@ _COMMON_OPTIONS: list[tuple[str, Any]] = [
 _SERVER_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
 _CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,

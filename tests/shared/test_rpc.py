@@ -1,5 +1,6 @@
 """Errors keep their meaning over the wire; ports and peers are what they say."""
 
+import asyncio
 import inspect
 
 import grpc
@@ -84,6 +85,35 @@ async def test_a_status_says_when_to_try_again():
 async def test_a_message_longer_than_a_header_may_be_is_cut_and_arrives():
     failure = await call(errors.InternalError("x" * 100_000))
     assert len(failure.details()) == rpc.MAX_STATUS_MESSAGE_CHARS
+
+
+class Silent(grpc.GenericRpcHandler):
+    """Answers after a while."""
+
+    def service(self, details):
+        async def answer(request, context):
+            await asyncio.sleep(4)
+            return b"done"
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.mark.loopback
+async def test_a_call_may_be_silent_for_many_keepalive_intervals(monkeypatch):
+    # The real intervals, 100 times faster: what a client pings must be what a server of ours allows.
+    times = {"grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms"}
+    for name in ("_SERVER_OPTIONS", "_CHANNEL_OPTIONS"):
+        options = [(key, value // 100 if key in times else value) for key, value in getattr(rpc, name)]
+        monkeypatch.setattr(rpc, name, options)
+    server = rpc.create_server()
+    server.add_generic_rpc_handlers((Silent(),))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
+            assert await channel.unary_unary("/test/Call")(b"") == b"done"
+    finally:
+        await server.stop(None)
 
 
 @pytest.mark.loopback

@@ -10,7 +10,7 @@ NUM_PROMPTS = 8
 
 async def test_greedy_output_equals_transformers_alone_and_together_cold_and_warm(model_directory):
     prompts = make_prompts(model_directory / "tokenizer.json", NUM_PROMPTS)
-    assert [len(prompt) for prompt in prompts] == [5, 12, 28, 65, 154, 362, 851, 2000]
+    assert [len(prompt) for prompt in prompts] == [5, 12, 28, 65, 153, 361, 850, 2000]
     comparisons = await compare_all(model_directory, references(model_directory, prompts))
     for comparison in comparisons:
         print(report(comparison))
