@@ -100,7 +100,8 @@ class Silent(grpc.GenericRpcHandler):
 
 @pytest.mark.loopback
 async def test_a_call_may_be_silent_for_many_keepalive_intervals(monkeypatch):
-    # The real intervals, 30 times faster (gRPC pings once a second at most): what a client pings must be what a server of ours allows.
+    # The real intervals, 30 times faster (gRPC pings once a second at most): what a client pings must be what a server
+    # of ours allows.
     times = {"grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms"}
     for name in ("_SERVER_OPTIONS", "_CHANNEL_OPTIONS"):
         options = [(key, value // 30 if key in times else value) for key, value in getattr(rpc, name)]
