@@ -112,10 +112,10 @@ class PagedContext:
         cache: KV memory.
         phase: PREFILL: T tokens of one sequence. DECODE: one token of each of B sequences.
         rows: int64 [T] or [B], rows of the flat cache where each token's key and value go; the sink for padding.
-        block_tables: int64 [1 or B, blocks], at least as long as the longest context needs.
-        context_lens: int64 [1 or B], visible tokens, those of this step included; 0 for a padding row.
-        longest_context: the largest of `context_lens`.
-        num_tokens: real tokens of a prefill, the first of the T.
+        block_tables: int64 [1 or B, blocks], at least as long as the longest context needs; cut to real rows.
+        context_lens: int64 [1 or B], visible tokens, those of this step included; cut to real rows.
+        longest_context: the largest of `context_lens`, >= 1.
+        num_tokens: real tokens of a prefill, the first of the T; real rows of a decode, the first of the B.
     """
 
     cache: KVCache
@@ -129,13 +129,15 @@ class PagedContext:
     _hidden_rows: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Cuts the block tables to what the longest context needs: on a CPU the context length is data.
+        """Cuts the block tables to real rows and to what the longest context needs: both are data on a CPU.
 
         In multiples of 16 tokens, so that no row's last keys are handled apart from the vectors before them: then a row
         gets the same bits whatever the longest context of its batch is.
         """
-        tokens = -(-max(self.longest_context, 1) // 16) * 16
-        self.block_tables = self.block_tables[:, : -(-tokens // self.cache.block_size)]
+        num_rows = 1 if self.phase is Phase.PREFILL else self.num_tokens
+        num_blocks = -(-(-(-self.longest_context // 16) * 16) // self.cache.block_size)
+        self.block_tables = self.block_tables[:num_rows, :num_blocks]
+        self.context_lens = self.context_lens[:num_rows]
 
     def note(self, module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
         """Nothing: the probe at load has seen it all."""
@@ -178,22 +180,24 @@ class PagedContext:
         return torch.cat([_attend_plainly(call, part, key, value, visible, sinks) for part, visible in slices], dim=2)
 
     def _attend_decode(self, call: AttentionCall) -> torch.Tensor:
-        batch = call.query.shape[0]
+        """Zero for padding rows, for which nothing is gathered."""
+        num_rows = self.num_tokens
         key, value = self.cache.gather(call.layer, self.block_tables)
         for pages in (key, value):
             pages.flatten(0, 1).index_fill_(0, self._hidden(), 0)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        query = call.query.reshape(batch, call.num_kv_heads, call.group_size, -1)
+        query = call.query[:num_rows].reshape(num_rows, call.num_kv_heads, call.group_size, -1)
         mask = self._mask(call.sliding_window)
         if call.softcap is None and call.sinks is None:
             attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
         else:
             sinks = None if call.sinks is None else call.sinks.view(1, call.num_kv_heads, call.group_size, 1)
             attended = _attend_plainly(call, query, key, value, mask, sinks)
-        return attended.reshape(batch, 1, call.query.shape[1], -1)
+        real = attended.reshape(num_rows, 1, call.query.shape[1], -1)
+        return F.pad(real, (0, 0, 0, 0, 0, 0, 0, call.query.shape[0] - num_rows))
 
     def _mask(self, sliding_window: int | None) -> torch.Tensor:
-        """True where a query may see a key: bool [num_tokens, context] in a prefill, [B, 1, 1, S] in a decode.
+        """True where a query may see a key: bool [num_tokens, context] in a prefill, [rows, 1, 1, S] in a decode.
 
         Made once a step for each window that its layers have.
         """
@@ -209,8 +213,7 @@ class PagedContext:
         return visible if sliding_window is None else visible & (keys > queries - sliding_window)
 
     def _decode_mask(self, sliding_window: int | None) -> torch.Tensor:
-        # A padding row sees one key, a zero, so that its softmax is one of something.
-        lengths = self.context_lens.clamp(min=1)[:, None]
+        lengths = self.context_lens[:, None]
         keys = torch.arange(self.block_tables.shape[1] * self.cache.block_size)
         visible = keys < lengths
         if sliding_window is not None:
@@ -218,7 +221,7 @@ class PagedContext:
         return visible[:, None, None, :]
 
     def _hidden(self) -> torch.Tensor:
-        """Rows of gathered pages, flattened over B and S, that hold nothing of their own sequence; int64."""
+        """Rows of gathered pages, flattened over rows and S, that hold nothing of their own sequence; int64."""
         if self._hidden_rows is None:
             keys = torch.arange(self.block_tables.shape[1] * self.cache.block_size)
             self._hidden_rows = (keys >= self.context_lens[:, None]).flatten().nonzero().flatten()
