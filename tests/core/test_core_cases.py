@@ -190,7 +190,7 @@ def test_requests_share_blocks_within_one_salt_only():
     drive = build_drive(num_blocks=81)
     for req_id, salt in (("one", "a"), ("other", "b"), ("plain", ""), ("same", "a")):
         drive.add(req_id, prompt=9, max_tokens=1, salt=salt)
-    hits = {}
+    hits: dict[str, int] = {}
     for step in drive.run_until_idle():
         hits |= num_computed_tokens(step)
     assert hits == {"one": 0, "other": 0, "plain": 0, "same": 8}

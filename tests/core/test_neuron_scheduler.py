@@ -155,7 +155,9 @@ def test_a_prompt_is_placed_only_if_the_blocks_of_all_of_it_are_free():
     drive.add("a", prompt=40, max_tokens=4)
     drive.add("b", prompt=28)
     drive.run(2)
-    assert drive.scheduler.why_not(drive.scheduler.waiting.peek()) == "the prompt needs 7 more blocks; 6 of 16 are free"
+    head = drive.scheduler.waiting.peek()
+    assert head is not None
+    assert drive.scheduler.why_not(head) == "the prompt needs 7 more blocks; 6 of 16 are free"
     assert [step.num_scheduled_tokens for step in drive.run(3)] == [{"a": 1}, {"a": 1}, {"a": 1}]
     assert drive.step().num_scheduled_tokens == {"b": 28}
 

@@ -123,11 +123,10 @@ class AsyncSchedulerMachine(SchedulerMachine):
     scheduler_class = NeuronAsyncScheduler
 
 
-@pytest.mark.case("B01")
-class TestScheduler(SchedulerMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def as_test(machine):
+    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    return pytest.mark.case("B01")(machine.TestCase)
 
 
-@pytest.mark.case("B01")
-class TestAsyncScheduler(AsyncSchedulerMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler = as_test(SchedulerMachine)
+TestAsyncScheduler = as_test(AsyncSchedulerMachine)

@@ -23,7 +23,9 @@ def each_of(traces):
 
 def expected_steps(recorded):
     """The recorded steps in full, in the comparable form of `comparable`."""
-    waiting, running, padding = [], [], 0
+    waiting: list[str] = []
+    running: list[str] = []
+    padding = 0
     for step in recorded["steps"]:
         waiting = step.get("waiting", waiting)
         running = step.get("running", running)
@@ -133,7 +135,7 @@ def test_the_recorded_blocks_are_handed_out(trace):
 def test_without_prefix_caching_no_block_is_in_two_block_tables(trace):
     """Told by the outputs alone, as an executor would see it."""
     num_blocks = trace["trace"]["config"]["num_blocks"]
-    block_tables = {}
+    block_tables: dict[str, list[int]] = {}
     for step in map(comparable, replay_trace(trace["trace"])["steps"]):
         for req_id in step["finished"]:
             block_tables.pop(req_id, None)

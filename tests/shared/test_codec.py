@@ -208,7 +208,7 @@ def test_a_step_that_is_not_the_next_one_is_refused(wrong):
             ),
             "cached_requests.handles",
         ),
-        (executor_pb2.SchedulerOutput(phase=99), "phase"),
+        (executor_pb2.SchedulerOutput.FromString(b"\x10\x63"), "phase"),  # phase 99, of a newer peer
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_and_names_the_field(message, field):

@@ -57,7 +57,7 @@ async def call(error):
     try:
         async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/test/Call")(b"")
+                await channel.unary_unary("/test/Call", bytes, bytes)(b"")
             return caught.value
     finally:
         await server.stop(None)
@@ -112,7 +112,7 @@ async def test_a_call_may_be_silent_for_many_keepalive_intervals(monkeypatch):
     await server.start()
     try:
         async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
-            assert await channel.unary_unary("/test/Call")(b"") == b"done"
+            assert await channel.unary_unary("/test/Call", bytes, bytes)(b"") == b"done"
     finally:
         await server.stop(None)
 

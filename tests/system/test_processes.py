@@ -288,11 +288,12 @@ async def test_up_prints_its_addresses_and_stops_on_a_signal(tokenizer_directory
     try:
         async with asyncio.timeout(30):
             lines = []
+            assert process.stdout is not None
             async for line in process.stdout:
                 lines.append(line.decode())
                 if "ready;" in lines[-1]:
                     break
-            address = next(re.search(r"gateway +(\S+:\d+)", line)[1] for line in lines if line.startswith("gateway"))
+            (address,) = re.findall(r"^gateway +(\S+:\d+)", "".join(lines), re.MULTILINE)
             status, text = await run("generate", "--address", address, "--max-tokens", "5", "hello")
             assert status == 0, text
             process.send_signal(signal.SIGINT)
