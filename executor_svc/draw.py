@@ -39,10 +39,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.
         keep = keep_mask(scaled[filtered], [params[row] for row in filtered])
         probabilities[filtered] = torch.where(keep, probabilities[filtered], 0.0)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # Rounding must not carry the target to the total, which is reached by a token before the last as well.
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniform.double()[:, None] * total, below_total)
+    # A float32 below 1 is far enough below it for the product to stay below the total in float64.
+    target = uniform.double()[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 

@@ -135,6 +135,15 @@ def test_a_chunk_that_leaves_tokens_to_compute_does_not_touch_the_last_token(dev
     assert_same(logprobs(result), expected_logprobs(reference, first))
 
 
+def test_logits_are_computed_for_the_last_token_of_the_last_chunk_alone(device: CpuDevice) -> None:
+    widths: list[int] = []
+    hook = device._model.module.lm_head.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    run(device, prefill_step(device, tokens(8), [5, 9, 2, 30], params=None))
+    run(device, prefill_step(device, tokens(7), [5, 9, 2, 30], start=8))
+    hook.remove()
+    assert widths == [0, 1]
+
+
 def test_rows_of_a_decode_batch_are_independent_and_in_any_order(device: CpuDevice, reference: Any) -> None:
     sequences = [tokens(13), tokens(2, seed=1), tokens(8, seed=2)]
     tables = [[5, 9, 2, 30], [11], [12, 13, 14]]

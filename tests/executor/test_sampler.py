@@ -313,6 +313,7 @@ def test_penalties_start_from_prompt_and_outputs_and_count_what_is_sampled() -> 
 def test_repetition_penalty_counts_prompt_and_outputs_and_pushes_negative_logits_down() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
     sampler = Sampler(4, 5, [EOS])
+    sampler.start_request(0, RequestSpec("gone", [3], params))
     sampler.start_request(0, RequestSpec("r", [0], params, output_token_ids=[1]))
     assert int(sample([[8.0, 6.0, 0.0, 3.9, 0.0]], params, sampler=sampler).token_ids[0]) == 0  # 4, 3, 0, 3.9
     sampler.start_request(0, RequestSpec("r", [0, 1], params))
