@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from tokenizers import pre_tokenizers as pre
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from executor_svc.models import DTYPES, load_plain, parse_dtype, read_config
+from executor_svc.models import DTYPES, load_plain, parse_dtype, quiet_transformers, read_config
 from holdback.errors import ConfigError
 
 CONVERTER_VERSION = 1
@@ -114,7 +114,7 @@ def import_model(
     bar = tqdm(
         total=4, desc="reading source", unit="step", disable=None if show_progress is None else not show_progress
     )
-    with bar, _quiet_transformers(show_bars=not bar.disable):
+    with bar, _quiet(show_bars=not bar.disable):
         identity = Identity(_digest(source), dtype)  # over every byte: a name and a date prove nothing
         bar.update()
         if _already_there(destination, identity):
@@ -248,6 +248,7 @@ def _load_gguf(path: pathlib.Path) -> Any:
             quantization_config=transformers.GgufConfig(dequantize=True),
             dtype=torch.float32,
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (ValueError, IndexError, KeyError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
         raise _refuse(path, f"which transformers cannot load: {error}") from error
@@ -265,7 +266,7 @@ def _gguf_tokenizer(path: pathlib.Path, metadata: dict[str, Any]) -> Any:
         raise _refuse(path, f"{problem}; import the model's Hugging Face directory instead")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True
+            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, IndexError, KeyError, TypeError, OSError, RuntimeError) as error:
         raise _refuse(path, f"whose tokenizer transformers cannot read: {error}") from error
@@ -283,7 +284,7 @@ def _splits_of_transformers() -> frozenset[str]:
 
 def _converted_tokenizer(path: pathlib.Path) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise _refuse(path, f"which has no tokenizer.json, nor files to make one from: {error}") from error
 
@@ -323,19 +324,11 @@ def _write_record(aside: pathlib.Path, source: Source, identity: Identity) -> No
 
 
 @contextlib.contextmanager
-def _quiet_transformers(*, show_bars: bool) -> Iterator[None]:
-    """Errors only, and its bars only where ours shows. What it has to say of a conversion is checked here anyway."""
-    logging: Any = transformers.logging
-    before, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.ERROR)
-    (logging.enable_progress_bar if show_bars else logging.disable_progress_bar)()
-    try:
-        # One of its bars, of GGUF tensors, asks nobody.
-        with contextlib.nullcontext() if show_bars else contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(before)
-        (logging.enable_progress_bar if had_bars else logging.disable_progress_bar)()
+def _quiet(*, show_bars: bool) -> Iterator[None]:
+    """As `quiet_transformers`, and silences its one bar, of GGUF tensors, that asks nobody."""
+    silence = contextlib.nullcontext() if show_bars else contextlib.redirect_stderr(io.StringIO())
+    with quiet_transformers(show_bars=show_bars), silence:
+        yield
 
 
 def run(source_name: str, destination: pathlib.Path, dtype: str) -> str:

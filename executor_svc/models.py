@@ -7,8 +7,10 @@ the executor registers, with one sentence that says what. Nothing in it is execu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +93,8 @@ def load_model(directory: pathlib.Path, dtype: str, max_model_len: int | None = 
     model_len = _choose_max_model_len(config, max_model_len)
     weights = list_weights(directory)
     attention.register()
-    module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION)
+    with quiet_transformers():
+        module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION)
     text_config = module.config.get_text_config(decoder=True)
     info = ModelInfo(
         fingerprint=fingerprint(config, weights, dtype),
@@ -182,6 +185,7 @@ def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementa
             dtype=dtype,
             attn_implementation=attn_implementation,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -193,6 +197,20 @@ def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementa
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise _refuse(directory, f"has weights with {problem.replace('_', ' ')}: {shown}")
     return module.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def quiet_transformers(*, show_bars: bool = False) -> Iterator[None]:
+    """Errors alone, and its progress bars only where they are wanted: what it would warn of is checked here."""
+    logging: Any = transformers.logging
+    before, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.ERROR)
+    (logging.enable_progress_bar if show_bars else logging.disable_progress_bar)()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        (logging.enable_progress_bar if had_bars else logging.disable_progress_bar)()
 
 
 def _choose_max_model_len(config: dict[str, Any], wanted: int | None) -> int:

@@ -191,6 +191,22 @@ def test_an_index_cannot_name_files_elsewhere(model: pathlib.Path) -> None:
         load_model(model, "float32")
 
 
+def test_code_in_a_model_directory_is_never_run(model: pathlib.Path) -> None:
+    edit_json(
+        model / "config.json",
+        model_type="their_own",
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    )
+    (model / "own.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ConfigError, match="holds nothing that transformers can load"):
+        load_model(model, "float32")
+
+
+def test_loading_prints_nothing(pristine_model: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_model(pristine_model, "float32")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_an_unknown_dtype_is_refused(pristine_model: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: float32, bfloat16"):
         load_model(pristine_model, "int8")
