@@ -7,9 +7,6 @@ found before that. Model and device live on one thread of their own; the event l
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import pathlib
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +27,7 @@ from executor_svc.runner import NeuronModelRunner
 from holdback import rpc
 from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
 from holdback.health import HealthServer
+from holdback.ports import write_ports_file
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo, GraphLatency
 from holdback.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
@@ -139,7 +137,7 @@ class ExecutorProcess:
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
         await self._server.start()
         if self._config.ports_file is not None:
-            write_ports(self._config.ports_file, port, health_port)
+            write_ports_file(self._config.ports_file, port, health_port)
         log.info("listening", host=self._config.host, port=port, health_port=health_port)
         return port
 
@@ -190,13 +188,6 @@ class ExecutorProcess:
             log.warning("ended_while_stopping", reason=str(work.exception()))
         log.info("stopped", status=status)
         return status
-
-
-def write_ports(path: pathlib.Path, port: int, health_port: int) -> None:
-    """Writes both ports as JSON. A reader finds either no file or a whole one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
-    unfinished.replace(path)
 
 
 async def serve(config: ExecutorConfig) -> int:

@@ -8,9 +8,6 @@ signal ends the wait.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import pathlib
 import secrets
 import signal
 
@@ -25,6 +22,7 @@ from gateway.tokenizer import Tokenizer
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
+from holdback.ports import write_ports_file
 from holdback.v1 import inference_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -116,13 +114,6 @@ class GatewayServer:
             if not self._is_draining:
                 await self._health.set_ready(self.pools.is_ready)
             await next_change.wait()
-
-
-def write_ports_file(path: pathlib.Path, port: int, health_port: int) -> None:
-    """Writes the ports as JSON; whoever reads the file sees all of it or none."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
-    aside.replace(path)
 
 
 async def serve(config: GatewayConfig) -> None:

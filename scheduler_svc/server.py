@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import pathlib
 import signal
 from collections.abc import Coroutine
 from typing import Any
@@ -16,6 +13,7 @@ import structlog
 from holdback import rpc
 from holdback.errors import HoldbackError, InternalError
 from holdback.health import HealthServer
+from holdback.ports import write_ports_file
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc import state
 from scheduler_svc.clock import Clock
@@ -139,13 +137,6 @@ class SchedulerServer:
             await self._readiness.wait()
             self._readiness.clear()
             await self._health.set_ready(self.pool.is_ready)
-
-
-def write_ports_file(path: pathlib.Path, port: int, health_port: int) -> None:
-    """Writes the ports as JSON; whoever reads the file sees all of it or none."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
-    aside.replace(path)
 
 
 async def serve(config: SchedulerServiceConfig) -> None:

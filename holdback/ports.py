@@ -1,0 +1,23 @@
+"""The ports file: how whoever starts a process with port 0 learns which ports it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+
+def write_ports_file(path: pathlib.Path, port: int, health_port: int) -> None:
+    """Writes the ports as JSON, `{"port": ..., "health_port": ...}`. A reader finds no file or a whole one.
+
+    Args:
+        path: in a directory that exists; a file that is there is replaced.
+        port: of the service.
+        health_port: of `grpc.health.v1`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
+    unfinished.replace(path)
