@@ -8,7 +8,6 @@ the executor registers, with one sentence that says what. Nothing in it is execu
 from __future__ import annotations
 
 import contextlib
-import json
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 
 from executor_svc import attention
 from executor_svc.fingerprint import fingerprint
+from executor_svc.model_directory import list_weights, read_config, read_json, refuse
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MAX_JSON_BYTES = 16 << 20
 
 
 def parse_dtype(dtype: str) -> torch.dtype:
@@ -113,70 +111,6 @@ def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
     return _load_module(directory, dtype, attn_implementation="sdpa")
 
 
-def read_config(directory: pathlib.Path) -> dict[str, Any]:
-    """`config.json` of a model directory. Raises ConfigError where it says nothing that can be run."""
-    if not directory.is_dir():
-        raise _refuse(directory, "is no directory; allowed: one with config.json and *.safetensors")
-    config = _read_json(directory / "config.json")
-    for key in ("model_type", "architectures"):
-        if not config.get(key):
-            raise _refuse(directory, f"has a config.json without {key}, so no model can be made of it")
-    if config.get("quantization_config"):
-        raise _refuse(directory, "has quantized weights; allowed: float weights")
-    return config
-
-
-def _refuse(directory: pathlib.Path, problem: str) -> ConfigError:
-    return ConfigError(f"model directory {str(directory)!r} {problem}")
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        content = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_JSON_BYTES else None
-    except OSError as error:
-        raise _refuse(path.parent, f"has no {path.name} that can be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise _refuse(path.parent, f"has a {path.name} that is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        limit = f"a JSON object of at most {_MAX_JSON_BYTES} bytes"
-        raise _refuse(path.parent, f"has a {path.name} of {size} bytes that is none; allowed: {limit}")
-    return content
-
-
-def list_weights(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a model, each whole.
-
-    Raises:
-        ConfigError: there is none, or one is missing or cut off.
-    """
-    index_path = directory / "model.safetensors.index.json"
-    if index_path.is_file():
-        weight_map = _read_json(index_path).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    else:
-        names = [path.name for path in directory.glob("*.safetensors")]
-    if not names:
-        raise _refuse(directory, "has no weights in *.safetensors; other forms are not read")
-    for name in names:
-        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise _refuse(directory, f"has an index that names the shard {name!r}; allowed: a file name")
-    unique = sorted(set(names))
-    for name in unique:
-        _check_shard(directory, name)
-    return [directory / name for name in unique]
-
-
-def _check_shard(directory: pathlib.Path, name: str) -> None:
-    if not (directory / name).is_file():
-        raise _refuse(directory, f"lacks the shard {name}, which its index names")
-    try:
-        with safe_open(directory / name, framework="pt"):  # reads the header and compares it with the file's size
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _refuse(directory, f"has a shard {name} that is cut off or no safetensors file: {error}") from error
-
-
 def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str) -> Any:
     auto_class: Any = transformers.AutoModelForCausalLM
     try:
@@ -190,12 +124,12 @@ def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementa
             output_loading_info=True,
         )
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        raise _refuse(directory, f"holds nothing that transformers can load: {error}") from error
+        raise refuse(directory, f"holds nothing that transformers can load: {error}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
             found = sorted(str(key) for key in report[problem])
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            raise _refuse(directory, f"has weights with {problem.replace('_', ' ')}: {shown}")
+            raise refuse(directory, f"has weights with {problem.replace('_', ' ')}: {shown}")
     return module.eval().requires_grad_(False)
 
 
@@ -238,7 +172,7 @@ def _scaled_limit(text_config: dict[str, Any]) -> int:
 def _eos_token_ids(directory: pathlib.Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Of generation_config.json, which is what `generate` goes by, else of config.json; none is allowed."""
     path = directory / "generation_config.json"
-    generation = _read_json(path) if path.is_file() else {}
+    generation = read_json(path) if path.is_file() else {}
     found = generation.get("eos_token_id")
     if found is None:
         found = (config.get("text_config") or config).get("eos_token_id")

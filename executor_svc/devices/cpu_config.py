@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from executor_svc.config import ExecutorConfig, build_limits
-from executor_svc.devices.cpu import CpuDevice, CpuSettings
+from executor_svc.model_directory import list_weights, read_config
 from holdback.buckets import blocks_for
 from holdback.errors import ConfigError
 
+if TYPE_CHECKING:
+    from executor_svc.devices.cpu import CpuDevice
+
 
 def create_cpu_device(config: ExecutorConfig) -> CpuDevice:
-    """Refuses what the settings alone show to be impossible, then loads the model. Raises ConfigError."""
+    """Refuses what settings and directory show to be impossible, then loads torch and the model. Raises ConfigError."""
     if config.model is None:
         raise ConfigError("model is required by the device cpu")
     if config.max_model_len is not None:
         smallest = 1 + blocks_for(config.max_model_len, config.block_size)
         build_limits(config, max_model_len=config.max_model_len, num_blocks=config.num_blocks or smallest)
+    read_config(config.model)
+    list_weights(config.model)
+    from executor_svc.devices.cpu import CpuDevice, CpuSettings
+
     settings = CpuSettings(
         dtype=config.dtype,
         max_model_len=config.max_model_len,

@@ -17,7 +17,8 @@ import transformers
 from executor_svc import model_probe
 from executor_svc.attention import AttentionCall, PagedContext
 from executor_svc.fingerprint import fingerprint
-from executor_svc.models import list_weights, load_model, read_config
+from executor_svc.model_directory import list_weights, read_config
+from executor_svc.models import load_model
 from holdback.errors import ConfigError
 from tests.executor.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, llama_config, save_model
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -96,6 +99,35 @@ def test_limits_are_refused_before_a_model_is_looked_for() -> None:
     config = load("--model", "no-such-directory", "--max-model-len", "512", "--num-blocks", "17")
     with pytest.raises(ConfigError, match="max_model_len is 512, which needs 32 blocks"):
         create_device(config)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no config.json that can be read: No such file or directory"),
+        ({"config.json": "[]"}, "has a config.json of 2 bytes that is none; allowed: a JSON object"),
+        ({"config.json": '{"model_type": "llama", "architectures": ["L"]}'}, "has no weights in *.safetensors"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_refused_without_loading_torch(
+    files: dict[str, str], message: str, tmp_path: pathlib.Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    code = (
+        "import sys\n"
+        "from executor_svc.config import ExecutorConfig\n"
+        "from executor_svc.devices import create_device\n"
+        "from holdback.errors import ConfigError\n"
+        "config = ExecutorConfig(scheduler='127.0.0.1:7000', model=sys.argv[1])\n"
+        "try:\n"
+        "    create_device(config)\n"
+        "except ConfigError as error:\n"
+        "    print(error, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(f"model directory '{tmp_path}' {message}")
+    assert done.stdout.endswith(" False\n")
 
 
 def test_the_simulated_device_is_as_configured() -> None:
