@@ -55,6 +55,9 @@ class SchedulerServiceConfig(ServiceConfig):
     default_max_tokens: int | None = pydantic.Field(
         4096, ge=1, le=2**31 - 1, description="max_tokens of a request that names none; null: what fits in the context"
     )
+    async_scheduling: bool = pydantic.Field(
+        True, description="send a step before the result of the one before is known, where the executor allows it"
+    )
     enable_prefix_caching: bool = pydantic.Field(True, description="serve equal prompt starts from cached blocks")
     max_request_moves: int = pydantic.Field(
         2, ge=0, le=100, description="failed steps that a request survives by moving to another executor"

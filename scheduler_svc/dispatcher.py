@@ -207,12 +207,12 @@ class Dispatcher:
         """Takes a lane's requests back to the front of the queue, as continuations.
 
         Args:
-            is_lost: the lane did not end by a drain; requests of the steps in flight have moved once more.
+            is_lost: the lane did not end by a drain; requests of the step that it may be due to have moved once more.
         """
         past, lanes = self._past_prefix_cache, lane.core.prefix_cache_stats
         self._past_prefix_cache = PrefixCacheStats(past.queries + lanes.queries, past.hits + lanes.hits)
         self.lanes.remove(lane)
-        blamed = lane.req_ids_in_flight if is_lost else set()
+        blamed = lane.req_ids_to_blame if is_lost else set()
         moved = []
         for request in lane.core.release_all():
             submission = self._submissions[request.req_id]

@@ -8,6 +8,10 @@ The lane sleeps on one event. An output that arrives, a request offered by the d
 that ends: each sets it. Everything that changes the core runs on the event loop between two awaits, so a step is
 scheduled and applied in one piece.
 
+With `async_scheduling` two steps are in flight where the executor allows it: step N + 1 is sent while N runs, so the
+device goes from one to the next without waiting for the network or for this process. A step that only tells ends runs
+nothing and does not count.
+
 Whatever is wrong with a step ends the lane with an exception: the number of the step, the number of tokens, an error
 of the executor, a step that takes too long, a core that would stand still. Nothing is applied of a step that does not
 fit. The owner then takes the requests back; the executor registers again with a new lease and empty KV memory.
@@ -25,10 +29,11 @@ from typing import Protocol
 
 import structlog
 
-from holdback.errors import ErrorReason, FailedPreconditionError, InternalError
-from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, SchedulerOutput, SchedulerState
+from holdback.errors import ErrorReason, FailedPreconditionError, InternalError, UnavailableError
+from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, SchedulerOutput, SchedulerState, StepTimings
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
+from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.output import RequestUpdate
@@ -38,8 +43,9 @@ from scheduler_svc.latency import LatencyTable
 
 log = structlog.get_logger(__name__)
 
-MAX_STEPS_IN_FLIGHT = 1
-"""The synchronous loop. With an asynchronous core it is 2, bounded by what the executor allows."""
+MAX_UNANSWERED_STEPS = 8
+"""As many steps as an executor reads ahead: those that run requests, which the core counts, and those that only tell
+ends."""
 
 
 class StepSender(Protocol):
@@ -76,6 +82,7 @@ class SentStep:
         sent_at: clock seconds.
         timeout_s: after which it is given up.
         duration_us: from sending to the result; None while it runs.
+        timings: where the executor says that the time went; None while it runs.
     """
 
     step: int
@@ -88,6 +95,7 @@ class SentStep:
     sent_at: float
     timeout_s: float
     duration_us: int | None = None
+    timings: StepTimings | None = None
 
 
 @dataclass(slots=True)
@@ -120,7 +128,7 @@ class Lane:
     ) -> None:
         self.info = info
         self.queue = queue
-        self.core = NeuronScheduler(scheduler_config(info, config), waiting=queue)
+        self.core = build_core(info, queue, config)
         self.latencies = LatencyTable(info)
         self.steps: deque[SentStep] = deque(maxlen=config.num_state_steps)
         self.num_steps = 0
@@ -133,6 +141,8 @@ class Lane:
         self._received: deque[ModelRunnerOutput] = deque()
         self._failure: Exception | None = None
         self._wakeup = asyncio.Event()
+        self._last_output_at = clock.now()
+        self._oldest_is_to_blame = False
         self._is_checked = False
 
     @property
@@ -141,9 +151,14 @@ class Lane:
         return len(self.core.running) / self.info.limits.max_num_seqs
 
     @property
-    def req_ids_in_flight(self) -> set[str]:
-        """Requests of the steps that the executor has not answered."""
-        return {req_id for step in self._in_flight for req_id in step.output.num_scheduled_tokens}
+    def req_ids_to_blame(self) -> set[str]:
+        """Requests of the steps that the end of this lane may be due to.
+
+        An error that the executor reports, a result that does not fit and a step that does not return belong to the
+        oldest step in flight, as steps run in order. An executor that is gone may have died in any of them.
+        """
+        steps = list(self._in_flight)[:1] if self._oldest_is_to_blame else self._in_flight
+        return {req_id for step in steps for req_id in step.output.num_scheduled_tokens}
 
     def wake(self) -> None:
         """Something may have changed for this lane."""
@@ -178,57 +193,72 @@ class Lane:
 
     async def run(self) -> None:
         """Returns when drained; otherwise ends with what went wrong."""
+        try:
+            await self._run()
+        except UnavailableError:
+            raise
+        except Exception:
+            self._oldest_is_to_blame = True
+            raise
+
+    async def _run(self) -> None:
         while True:
             self._apply_received()
-            if self.is_draining and not self._in_flight:
+            if self.is_draining and (not self._in_flight or self._failure is not None):
+                # A stream that ends while it drains has not taken the last steps: nothing of them happened.
                 return
             if self._failure is not None:
                 raise self._failure
-            await self._send_steps()
-            if not self._received:
+            step = self._schedule() if self._may_send else None
+            if step is not None:
+                await self._send(step)
+            elif not self._received:
                 await self._sleep()
+
+    @property
+    def _may_send(self) -> bool:
+        return (
+            not self.is_draining
+            and self.core.num_steps_in_flight < self.core.max_steps_in_flight
+            and len(self._in_flight) < MAX_UNANSWERED_STEPS
+        )
 
     def _apply_received(self) -> None:
         while self._received:
             output = self._received.popleft()
-            step = self._take_in_flight(output)
+            step = self._check_output(output)
             updates = self.core.update_from_output(step.output, output)
-            step.record.duration_us = round((self._clock.now() - step.record.sent_at) * 1e6)
+            self._in_flight.popleft()
+            self._last_output_at = self._clock.now()
+            step.record.duration_us = round((self._last_output_at - step.record.sent_at) * 1e6)
+            step.record.timings = output.timings
             self._owner.update(self, updates)
 
-    def _take_in_flight(self, output: ModelRunnerOutput) -> _InFlight:
+    def _check_output(self, output: ModelRunnerOutput) -> _InFlight:
+        """The step that `output` answers. The core checks numbers of tokens, and rows, before it changes anything."""
         if not self._in_flight or self._in_flight[0].record.step != output.step:
             expected = f"{self._in_flight[0].record.step}" if self._in_flight else "none"
             raise FailedPreconditionError(
                 f"output.step is {output.step}; allowed: {expected}, the oldest step in flight",
                 reason=ErrorReason.STEP_OUT_OF_ORDER,
             )
-        self._check_tokens(output, self._in_flight[0].output)
-        return self._in_flight.popleft()
-
-    def _check_tokens(self, output: ModelRunnerOutput, step: SchedulerOutput) -> None:
-        """What the core leaves to its caller; it checks numbers of tokens, and rows, before it changes anything."""
-        where = f"of step {output.step}"
-        largest = max(output.sampled_token_ids, default=0)
+        step, token_ids = self._in_flight[0], output.sampled_token_ids
+        where, largest = f"of step {output.step}", max(token_ids, default=0)
         if largest >= self.info.model.vocab_size:
             limit = f"[0, {self.info.model.vocab_size})"
             raise InternalError(f"sampled_token_ids {where} has {largest}; allowed: {limit}")
-        if not step.num_scheduled_tokens and output.sampled_token_ids:
+        if token_ids and not step.output.num_scheduled_tokens:
             raise InternalError(f"sampled_token_ids {where} has tokens; allowed: none, the step ran no request")
+        return step
 
-    async def _send_steps(self) -> None:
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and not self.is_draining:
-            output = self._schedule()
-            if output is None:
-                return
-            record = self._in_flight[-1].record
-            try:
-                async with asyncio.timeout(record.timeout_s):
-                    await self._sender.send(output)
-            except TimeoutError:
-                raise _timed_out(record) from None
+    async def _send(self, step: _InFlight) -> None:
+        try:
+            async with asyncio.timeout(step.record.timeout_s):
+                await self._sender.send(step.output)
+        except TimeoutError:
+            raise _timed_out(step.record) from None
 
-    def _schedule(self) -> SchedulerOutput | None:
+    def _schedule(self) -> _InFlight | None:
         """The next step, noted as in flight; None when there is nothing to send."""
         self._owner.offer(self)
         output = self.core.schedule()
@@ -240,11 +270,11 @@ class Lane:
             if not output.finished_req_ids:
                 return None
         self.num_steps = output.step + 1
-        record = self._record(output)
-        self._in_flight.append(_InFlight(output, record))
-        self.steps.append(record)
+        step = _InFlight(output, self._record(output))
+        self._in_flight.append(step)
+        self.steps.append(step.record)
         self._is_checked = False
-        return output
+        return step
 
     def _check_progress(self) -> None:
         """A core that has requests and schedules none would stand still for good."""
@@ -277,7 +307,8 @@ class Lane:
             await self._wakeup.wait()
         else:
             record = self._in_flight[0].record
-            left_s = record.sent_at + record.timeout_s - self._clock.now()
+            # A step behind another one runs from the result of that one on.
+            left_s = max(record.sent_at, self._last_output_at) + record.timeout_s - self._clock.now()
             try:
                 async with asyncio.timeout(left_s):
                     await self._wakeup.wait()
@@ -296,6 +327,13 @@ def _timed_out(record: SentStep) -> InternalError:
         f"step {record.step} has run for {record.timeout_s:g} s; allowed: step_timeout_factor times its expected time, "
         "at least min_step_timeout_s"
     )
+
+
+def build_core(info: ExecutorInfo, queue: LaneQueue, config: SchedulerServiceConfig) -> NeuronScheduler:
+    """A core with two steps in flight where the settings and the executor both allow it, else with one."""
+    is_async = config.async_scheduling and info.limits.max_steps_in_flight > 1
+    core = NeuronAsyncScheduler if is_async else NeuronScheduler
+    return core(scheduler_config(info, config), waiting=queue)
 
 
 def scheduler_config(info: ExecutorInfo, config: SchedulerServiceConfig) -> SchedulerConfig:

@@ -9,6 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from holdback.errors import HoldbackError
 from holdback.types import (
@@ -56,6 +57,7 @@ def build_info(
     prefill_buckets: Sequence[int] = (8, 16),
     prefill_us: int = 100,
     decode_us: int = 10,
+    max_steps_in_flight: int = 2,
     lease: str = "a lease of 16 to 64 bytes",
     port: int = 1,
     advertise_address: str = "",
@@ -74,6 +76,7 @@ def build_info(
             max_num_batched_tokens=prefill_buckets[-1],
             num_batched_tokens_buckets=tuple(prefill_buckets),
             num_seqs_buckets=seqs_buckets,
+            max_steps_in_flight=max_steps_in_flight,
         ),
         latencies=(
             *(GraphLatency(Phase.PREFILL, size, 0, prefill_us) for size in prefill_buckets),
@@ -94,8 +97,9 @@ def build_spec(
     generation: int = 0,
     deadline_ms: int | None = None,
     queued_ms: int = 0,
+    num_logprobs: int | None = None,
 ) -> RequestSpec:
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop))
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop), num_logprobs=num_logprobs)
     return RequestSpec(
         request_id,
         list(prompt),
@@ -145,6 +149,10 @@ class ManualClock(Clock):
         self._now = until
 
 
+class Executor(Protocol):
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
 class ArithmeticExecutor:
     """Runs steps as an executor must: keeps what it was told, refuses what does not follow, answers by `answer_of`."""
 
@@ -184,6 +192,7 @@ class Answer:
     """What a gateway knows of one handle."""
 
     tokens: list[int] = field(default_factory=list)
+    logprob_token_ids: list[int] = field(default_factory=list)
     started: list[scheduler_pb2.RequestStarted] = field(default_factory=list)
     ended: scheduler_pb2.RequestEnded | None = None
 
@@ -229,20 +238,26 @@ class Answers:
 
     def _read_tokens(self, updates: scheduler_pb2.RequestUpdates) -> None:
         counts = list(updates.num_new_tokens) or [1] * len(updates.handles)
-        token_ids = iter(updates.token_ids)
+        token_ids, owners = iter(updates.token_ids), []
         for handle, index, count in zip(updates.handles, updates.output_indices, counts, strict=True):
             answer = self[handle]
             assert answer.ended is None
             assert index == len(answer.tokens) + self.num_known.get(handle, 0)
             answer.tokens += itertools.islice(token_ids, count)
+            owners += [answer] * count
         assert next(token_ids, None) is None
+        for entry in updates.logprobs:
+            assert entry.logprobs.token_id == updates.token_ids[entry.token_index]
+            owners[entry.token_index].logprob_token_ids.append(entry.logprobs.token_id)
 
 
 class SimulatedLane:
-    """A lane on an arithmetic executor. It answers each step at once, or when told if it is `stepped`."""
+    """A lane on an executor of this process. It answers each step at once, or when told if it is `stepped`."""
 
-    def __init__(self, simulation: Simulation, info: ExecutorInfo, *, is_stepped: bool) -> None:
-        self.executor = ArithmeticExecutor()
+    def __init__(
+        self, simulation: Simulation, info: ExecutorInfo, *, is_stepped: bool, executor: Executor | None
+    ) -> None:
+        self.executor = executor or ArithmeticExecutor()
         self.sent: list[SchedulerOutput] = []
         self.unanswered: deque[SchedulerOutput] = deque()
         self._is_stepped = is_stepped
@@ -309,9 +324,17 @@ class Simulation:
         self.answers = Answers()
         self.lanes: list[SimulatedLane] = []
 
-    def add_lane(self, executor_id: str = "executor-0", *, is_stepped: bool = False, **sizes: object) -> SimulatedLane:
+    def add_lane(
+        self,
+        executor_id: str = "executor-0",
+        *,
+        is_stepped: bool = False,
+        executor: Executor | None = None,
+        **sizes: object,
+    ) -> SimulatedLane:
+        """Args: executor: runs its steps; None for an `ArithmeticExecutor`. The rest is `build_info`'s."""
         info = build_info(executor_id, **sizes)  # type: ignore[arg-type]
-        self.lanes.append(SimulatedLane(self, info, is_stepped=is_stepped))
+        self.lanes.append(SimulatedLane(self, info, is_stepped=is_stepped, executor=executor))
         return self.lanes[-1]
 
     def change(self, **settings: object) -> None:

@@ -162,7 +162,7 @@ async def test_the_faster_executor_is_chosen_where_nothing_is_cached(simulate: S
 
 
 async def test_a_new_lane_helps_with_the_backlog_at_once(simulate: Simulate) -> None:
-    simulation = simulate()
+    simulation = simulate(async_scheduling=False)
     full = simulation.add_lane("full", is_stepped=True, max_num_seqs=1)
     for handle in range(3):
         simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle)))

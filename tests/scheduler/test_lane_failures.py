@@ -86,7 +86,7 @@ async def test_moved_requests_stand_in_front_in_order_of_arrival(simulate: Simul
 
 
 async def test_a_drained_executor_finishes_its_step_and_no_move_is_counted(simulate: Simulate) -> None:
-    simulation = simulate(max_request_moves=0)
+    simulation = simulate(max_request_moves=0, async_scheduling=False)
     first = simulation.add_lane("first", is_stepped=True)
     simulation.submit(0, build_spec(prompt=PROMPT, max_tokens=4))
     await settle()
@@ -105,7 +105,7 @@ async def test_a_drained_executor_finishes_its_step_and_no_move_is_counted(simul
 
 
 async def test_a_draining_executor_takes_nothing_new(simulate: Simulate) -> None:
-    simulation = simulate()
+    simulation = simulate(async_scheduling=False)
     draining = simulation.add_lane("draining", is_stepped=True)
     simulation.submit(0, build_spec("r0", [20]))
     await settle()
@@ -230,7 +230,8 @@ async def test_a_core_that_would_stand_still_ends_the_lane(simulate: Simulate, m
     simulation.submit(0, build_spec(prompt=PROMPT))
     await settle()
     monkeypatch.setattr(lane.lane.core, "schedule", SchedulerOutput)
-    lane.answer()
+    while lane.unanswered:
+        lane.answer()
     raised = await lane.ended()
     assert isinstance(raised, InternalError)
     assert "scheduled nothing though 1 requests run" in str(raised)

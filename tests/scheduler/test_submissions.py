@@ -59,7 +59,7 @@ async def test_an_abort_that_crosses_the_last_token_changes_nothing(simulate: Si
 
 @pytest.mark.case("B11")
 async def test_slot_and_blocks_of_an_aborted_request_are_free_with_the_next_schedule(simulate: Simulate) -> None:
-    simulation = simulate()
+    simulation = simulate(async_scheduling=False)
     lane = simulation.add_lane(is_stepped=True, max_num_seqs=1)
     simulation.submit(0, build_spec("gone", prompt_of(0)))
     simulation.submit(1, build_spec("next", prompt_of(1), max_tokens=1))
