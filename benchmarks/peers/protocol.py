@@ -19,9 +19,17 @@ os.dup2(2, 1)
 
 def serve(generate):
     """Runs a peer: `generate(prompts, max_tokens)` returns the number of output tokens."""
-    print(json.dumps({"ready": True}), file=_answers, flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
+
+    def answer(job):
         began = time.perf_counter()
         tokens = generate(job["prompts"], job["max_tokens"])
-        print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens}), file=_answers, flush=True)
+        return {"seconds": time.perf_counter() - began, "tokens": tokens}
+
+    serve_jobs(answer)
+
+
+def serve_jobs(answer):
+    """Runs a peer with jobs of its own: `answer(job)` takes and returns what is sent as JSON."""
+    print(json.dumps({"ready": True}), file=_answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=_answers, flush=True)
