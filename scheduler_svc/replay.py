@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -181,7 +181,7 @@ class Replay:
         num_free_after_schedule = scheduler.num_free_blocks
         state = scheduler.state
         self._in_flight.append((output, self._executor.run(output)))
-        updates: list[RequestUpdate] = []
+        updates: Sequence[RequestUpdate] = []
         if len(self._in_flight) >= scheduler.max_steps_in_flight:
             updates = scheduler.update_from_output(*self._in_flight.popleft())
         cached = output.scheduled_cached_reqs

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from holdback.errors import ErrorReason
 from holdback.types import (
     CachedRequestsData,
     FinishReason,
+    ModelRunnerOutput,
     NewRequestData,
     Phase,
     SchedulerOutput,
@@ -16,8 +19,7 @@ from holdback.types import (
 from scheduler_svc.core.request import Request
 
 
-# One is made for every row of every step, so no slots: CPython 3.11 fills a plain instance faster.
-@dataclass
+@dataclass(slots=True)
 class RequestUpdate:
     """What one step brought to one request.
 
@@ -40,6 +42,71 @@ class RequestUpdate:
     error: ErrorReason | None = None
 
 
+@dataclass(slots=True)
+class Ending:
+    """A request that a step ended; attributes as those of `RequestUpdate`."""
+
+    request: Request
+    finish_reason: FinishReason
+    stop_token_id: int | None = None
+    error: ErrorReason | None = None
+
+
+@dataclass(slots=True, eq=False)
+class StepUpdate(Sequence[RequestUpdate]):
+    """What one step brought, as parallel lists; read as a sequence it is one `RequestUpdate` per request.
+
+    A steady step brings one token to each of many requests and nothing else, so nothing is made for a row. Nobody
+    changes the lists.
+
+    Attributes:
+        requests: that got a token, in schedule order.
+        token_ids: parallel to `requests`: the token of each.
+        output_indices: parallel: its index among all outputs of the request, earlier submissions counted.
+        logprobs: parallel, None where not asked for; empty when no row asked.
+        endings: of requests that failed, which have no row, then of others in schedule order.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    output_indices: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.requests) + sum(ending.error is not None for ending in self.endings)
+
+    @overload
+    def __getitem__(self, index: int) -> RequestUpdate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestUpdate]: ...
+
+    def __getitem__(self, index: int | slice) -> RequestUpdate | list[RequestUpdate]:
+        return self._unpack()[index]
+
+    def _unpack(self) -> list[RequestUpdate]:
+        """Failed ones first, then in schedule order."""
+        updates = [self._failed(ending) for ending in self.endings if ending.error is not None]
+        endings = {ending.request.req_id: ending for ending in self.endings}
+        for row, request in enumerate(self.requests):
+            update = RequestUpdate(request.req_id, self.output_indices[row], [self.token_ids[row]])
+            entry = self.logprobs[row] if self.logprobs else None
+            update.logprobs = None if entry is None else [entry]
+            ending = endings.get(request.req_id)
+            if ending is not None:
+                update.finish_reason, update.stop_token_id = ending.finish_reason, ending.stop_token_id
+            updates.append(update)
+        return updates
+
+    @staticmethod
+    def _failed(ending: Ending) -> RequestUpdate:
+        num_outputs = len(ending.request.output_token_ids)
+        return RequestUpdate(
+            ending.request.req_id, num_outputs, [], finish_reason=ending.finish_reason, error=ending.error
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """The scheduler's own memory of a step in flight: results are attributed by it, never by who has a slot or id now.
@@ -49,20 +116,23 @@ class StepRecord:
         rows: in schedule order.
         sampling_rows: those that sample a token, in the same order.
         num_prefill_rows: 0 for a decode step, all rows for a prefill step.
+        num_unbound: requests that had been unbound in the scheduler's life when the step was scheduled.
     """
 
     step: int
     rows: list[Request]
     sampling_rows: list[Request]
     num_prefill_rows: int
+    num_unbound: int
 
-    def add_logprobs(self, updates: list[RequestUpdate], logprobs: list[TokenLogprobs | None]) -> None:
-        """Gives each update the entry of its row, parallel to `sampling_rows`; one without a token gets none."""
-        of_request = dict(zip((request.req_id for request in self.sampling_rows), logprobs, strict=True))
-        for update in updates:
-            entry = of_request.get(update.req_id)
-            if entry is not None and update.new_token_ids:
-                update.logprobs = [entry]
+    def to_update(self, runner_output: ModelRunnerOutput, num_unbound: int) -> StepUpdate:
+        """The rows that are still bound, with their tokens. The others are thrown away (K8)."""
+        rows, token_ids, logprobs = self.sampling_rows, runner_output.sampled_token_ids, runner_output.logprobs
+        if num_unbound != self.num_unbound:
+            bound = [row for row, request in enumerate(rows) if request.slot is not None]
+            rows, token_ids = [rows[row] for row in bound], [token_ids[row] for row in bound]
+            logprobs = [logprobs[row] for row in bound] if logprobs else []
+        return StepUpdate(rows, token_ids, logprobs=logprobs)
 
 
 @dataclass(slots=True)
@@ -149,9 +219,9 @@ class Batch:
             num_scheduled[new.req_id] = count
         return req_ids, num_scheduled
 
-    def to_record(self, step: int) -> StepRecord:
+    def to_record(self, step: int, num_unbound: int) -> StepRecord:
         """What must be remembered of the step; to be called once all counters are past it."""
         rows = self.rows + self.new_rows if self.new_rows else self.rows
         # A chunk that leaves tokens to compute samples nothing. Only a prefill step can have one.
         sampling_rows = [row for row in rows if not row.is_prefill] if self.num_prefill_rows else rows
-        return StepRecord(step, rows, sampling_rows, self.num_prefill_rows)
+        return StepRecord(step, rows, sampling_rows, self.num_prefill_rows, num_unbound)

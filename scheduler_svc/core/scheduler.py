@@ -22,7 +22,7 @@ from holdback.errors import AlreadyExistsError, ErrorReason, InternalError, Inva
 from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, Phase, SchedulerOutput
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.output import Batch, DecodeRows, RequestUpdate, StepRecord
+from scheduler_svc.core.output import Batch, DecodeRows, Ending, StepRecord, StepUpdate
 from scheduler_svc.core.prefix_cache import PrefixCache, PrefixCacheStats
 from scheduler_svc.core.queue import RequestQueue, WaitingQueue
 from scheduler_svc.core.request import Request
@@ -137,6 +137,7 @@ class Scheduler:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._finished_req_ids: list[str] = []
         self._executor_must_hear = False
+        self._num_unbound = 0
         self._next_step = 0
         self._steps: deque[StepRecord] = deque()
         self._last_decode = DecodeRows()
@@ -152,6 +153,7 @@ class Scheduler:
         request.block_ids = []
         self._finished_req_ids.append(request.req_id)
         self._executor_must_hear = True
+        self._num_unbound += 1
 
     # ---- schedule ----
 
@@ -285,7 +287,7 @@ class Scheduler:
             req_ids = output.scheduled_cached_reqs.req_ids
             self._last_decode = DecodeRows(batch.rows, req_ids, output.num_scheduled_tokens)
         if output.num_scheduled_tokens:
-            self._steps.append(batch.to_record(self._next_step))
+            self._steps.append(batch.to_record(self._next_step, self._num_unbound))
         if output.num_scheduled_tokens or self._executor_must_hear:
             self._next_step += 1
         self._finished_req_ids = []
@@ -294,39 +296,34 @@ class Scheduler:
 
     # ---- update ----
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
-    ) -> list[RequestUpdate]:
+    def update_from_output(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> StepUpdate:
         """Applies the result of the oldest step in flight.
 
         Returns:
-            One update per request that the step brought something to, failed ones first, then in schedule order.
+            What the step brought: one update per request, failed ones first, then in schedule order.
 
         Raises:
             InternalError: the result is not that of the oldest step in flight, or does not fit its rows. Nothing is
                 changed then.
         """
         if not scheduler_output.num_scheduled_tokens:
-            return []
+            return StepUpdate()
         record = self._take_record(scheduler_output.step, runner_output)
         failed = (record.rows[row] for row in runner_output.failed_rows)
-        updates = [self._fail(request) for request in failed if request.slot is not None]
-        add_update = updates.append
-        for request, token_id in zip(record.sampling_rows, runner_output.sampled_token_ids, strict=True):
-            if request.slot is None:
-                continue
+        endings = [self._fail(request) for request in failed if request.slot is not None]
+        update = record.to_update(runner_output, self._num_unbound)
+        update.endings = endings
+        add_index = update.output_indices.append
+        for request, token_id in zip(update.requests, update.token_ids, strict=True):
             output_token_ids = request.output_token_ids
             index = len(output_token_ids)
             output_token_ids.append(token_id)
-            update = RequestUpdate(request.req_id, index, [token_id])
-            add_update(update)
+            add_index(index)
             if index + 1 >= request.outputs_until or token_id in request.stop_ids:
-                self._settle(request, update)
-        if runner_output.logprobs:
-            record.add_logprobs(updates, runner_output.logprobs)
+                self._settle(request, token_id, endings)
         if self._executor_must_hear:
             self.running = [request for request in self.running if request.slot is not None]
-        return updates
+        return update
 
     def _take_record(self, step: int, runner_output: ModelRunnerOutput) -> StepRecord:
         if not self._steps:
@@ -343,26 +340,26 @@ class Scheduler:
             raise InternalError(f"failed_rows of step {step} is {runner_output.failed_rows}; allowed: [0, {num_rows})")
         return self._steps.popleft()
 
-    def _settle(self, request: Request, update: RequestUpdate) -> None:
+    def _settle(self, request: Request, token_id: int, endings: list[Ending]) -> None:
         """After an output that may complete a cacheable block or end the request."""
-        num_outputs = update.output_index + 1
+        num_outputs = len(request.output_token_ids)
         if num_outputs >= request.next_block_at:
             # The newest output is known and not computed; everything before it is both.
-            num_computed = request.num_prompt_tokens + update.output_index
+            num_computed = request.num_prompt_tokens + num_outputs - 1
             self._publish(request, num_computed // self._block_size - 1)
             request.next_block_at += self._block_size
             request.outputs_until = min(request.max_tokens, request.next_block_at)
-        token_id = update.new_token_ids[0]
         if num_outputs >= request.max_tokens or token_id in request.stop_ids:
-            update.finish_reason, update.stop_token_id = request.ending(token_id)
-            if update.finish_reason is not None:
-                request.finish_reason = update.finish_reason
+            finish_reason, stop_token_id = request.ending(token_id)
+            if finish_reason is not None:
+                request.finish_reason = finish_reason
                 self._unbind(request)
+                endings.append(Ending(request, finish_reason, stop_token_id))
 
     def _publish(self, request: Request, index: int) -> None:
         self.prefix_cache.publish(request.block_ids[index], request.block_key(index, self._block_size))
 
-    def _fail(self, request: Request) -> RequestUpdate:
+    def _fail(self, request: Request) -> Ending:
         """Ends a request whose numbers are not finite, and everything that may rest on what it wrote.
 
         Blocks that it wrote are not offered any more. Requests that hit one of them start again in front of the queue,
@@ -379,9 +376,7 @@ class Scheduler:
                 restarted.append(reader.continuation())
         for again in reversed(restarted):
             self.waiting.appendleft(again)
-        num_outputs = len(request.output_token_ids)
-        error = ErrorReason.NUMERIC_ERROR
-        return RequestUpdate(request.req_id, num_outputs, [], finish_reason=FinishReason.ERROR, error=error)
+        return Ending(request, FinishReason.ERROR, error=ErrorReason.NUMERIC_ERROR)
 
     def _withdraw(self, request: Request) -> set[int]:
         """Takes the blocks that a request wrote out of the prefix index. Returns them."""

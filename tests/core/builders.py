@@ -150,7 +150,7 @@ class Drive:
         output, result = self.in_flight.popleft()
         for name, value in changes.items():
             setattr(result, name, value)
-        updates = self.scheduler.update_from_output(output, result)
+        updates = list(self.scheduler.update_from_output(output, result))
         self.scheduler.check_integrity()
         for update in updates:
             tokens = self.outputs.setdefault(update.req_id, [])

@@ -175,7 +175,7 @@ def test_an_empty_step_brings_nothing():
     drive = build_drive()
     output = drive.scheduler.schedule()
     assert output.phase is None
-    assert drive.scheduler.update_from_output(output, ModelRunnerOutput(0)) == []
+    assert list(drive.scheduler.update_from_output(output, ModelRunnerOutput(0))) == []
 
 
 # ---- numbers that are not finite ----
