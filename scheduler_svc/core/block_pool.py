@@ -9,14 +9,18 @@ Everything is O(1) per block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 from holdback.errors import InternalError
 from scheduler_svc.core.prefix_cache import PrefixCache
 
+Holder = TypeVar("Holder", bound=Hashable)
+"""Whoever has blocks: a request. The pool only tells one from another."""
 
-class BlockPool:
-    """Reference counts and free lists of blocks 1 to `num_blocks` - 1.
+
+class BlockPool(Generic[Holder]):
+    """Holders and free lists of blocks 1 to `num_blocks` - 1.
 
     Attributes:
         num_usable: blocks without the null block.
@@ -26,7 +30,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, prefix_cache: PrefixCache) -> None:
         self.num_usable = num_blocks - 1
         self.prefix_cache = prefix_cache
-        self._num_holders = [0] * num_blocks
+        # The holder of a block; of a shared one any of them, and all of them are in `_sharers`. Few blocks are shared.
+        self._holder: list[Holder | None] = [None] * num_blocks
+        self._sharers: dict[int, dict[Holder, None]] = {}
         self._free_plain = list(range(num_blocks - 1, 0, -1))
         self._free_cached: OrderedDict[int, None] = OrderedDict()
 
@@ -36,9 +42,17 @@ class BlockPool:
         return len(self._free_plain) + len(self._free_cached)
 
     def is_held(self, block_id: int) -> bool:
-        return self._num_holders[block_id] > 0
+        return self._holder[block_id] is not None
 
-    def take(self) -> int:
+    def holders(self, block_id: int) -> Collection[Holder]:
+        """All holders of a block, in the order in which they came; not to be kept."""
+        sharers = self._sharers.get(block_id)
+        if sharers is not None:
+            return sharers
+        holder = self._holder[block_id]
+        return () if holder is None else (holder,)
+
+    def take(self, holder: Holder) -> int:
         """Takes one block for one holder; cached content in it is forgotten.
 
         Raises:
@@ -51,10 +65,10 @@ class BlockPool:
             self.prefix_cache.forget(block_id)
         else:
             raise InternalError(f"no block is free; all {self.num_usable} are held")
-        self._num_holders[block_id] = 1
+        self._holder[block_id] = holder
         return block_id
 
-    def allocate(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int, holder: Holder) -> list[int]:
         """Takes blocks for one holder, all or none.
 
         Raises:
@@ -62,34 +76,47 @@ class BlockPool:
         """
         if num_blocks > self.num_free:
             raise InternalError(f"allocate({num_blocks}) with {self.num_free} of {self.num_usable} blocks free")
-        return [self.take() for _ in range(num_blocks)]
+        return [self.take(holder) for _ in range(num_blocks)]
 
-    def hold(self, block_ids: Iterable[int]) -> None:
+    def hold(self, block_ids: Iterable[int], holder: Holder) -> None:
         """Adds a holder to cached blocks, free or held."""
         for block_id in block_ids:
-            if self._num_holders[block_id] == 0:
+            first = self._holder[block_id]
+            if first is None:
                 del self._free_cached[block_id]
-            self._num_holders[block_id] += 1
+                self._holder[block_id] = holder
+            else:
+                self._sharers.setdefault(block_id, {first: None})[holder] = None
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Takes one holder from each block of a block table, the last block first.
+    def release(self, block_ids: Sequence[int], holder: Holder) -> None:
+        """Takes one holder from each block of its block table, the last block first.
 
         Raises:
-            InternalError: a block has no holder.
+            InternalError: it does not hold one of them.
         """
         plain: list[int] = []
         for block_id in reversed(block_ids):
-            if self._num_holders[block_id] == 0:
-                raise InternalError(f"block {block_id} is released but nobody holds it")
-            self._num_holders[block_id] -= 1
-            if self._num_holders[block_id] > 0:
+            if block_id in self._sharers:
+                self._leave_shared(block_id, holder)
                 continue
+            if self._holder[block_id] != holder:
+                raise InternalError(f"block {block_id} is released by {holder!r}, which does not hold it")
+            self._holder[block_id] = None
             if block_id in self.prefix_cache:
                 self._free_cached[block_id] = None
             else:
                 plain.append(block_id)
         # The last block of the table ends on top of the stack.
         self._free_plain.extend(reversed(plain))
+
+    def _leave_shared(self, block_id: int, holder: Holder) -> None:
+        sharers = self._sharers[block_id]
+        if holder not in sharers:
+            raise InternalError(f"block {block_id} is released by {holder!r}, which does not hold it")
+        del sharers[holder]
+        self._holder[block_id] = next(iter(sharers))
+        if len(sharers) == 1:
+            del self._sharers[block_id]
 
     def forget(self, block_id: int) -> None:
         """The content of a block is not to be offered any more; its holders keep it."""
@@ -98,20 +125,23 @@ class BlockPool:
             del self._free_cached[block_id]
             self._free_plain.append(block_id)
 
-    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Compares all counts with the block tables of all holders.
+    def check_integrity(self, tables: Iterable[tuple[Holder, Sequence[int]]]) -> None:
+        """Compares all holders with the block tables of all holders.
 
         Raises:
-            InternalError: a count differs from the number of holders, or the free lists are not what nobody holds.
+            InternalError: a block's holders are not those whose tables have it, or the free lists are not what nobody
+                holds.
         """
-        expected = [0] * len(self._num_holders)
-        for block_ids in holders:
+        expected: dict[int, list[Holder]] = {}
+        for holder, block_ids in tables:
             for block_id in block_ids:
-                expected[block_id] += 1
-        if expected != self._num_holders or expected[0]:
-            raise InternalError(f"holders of blocks are counted as {self._num_holders}, block tables say {expected}")
+                expected.setdefault(block_id, []).append(holder)
+        for block_id in range(self.num_usable + 1):
+            held_by, should_be = list(self.holders(block_id)), expected.get(block_id, [])
+            if len(held_by) != len(should_be) or set(held_by) != set(should_be) or (should_be and block_id == 0):
+                raise InternalError(f"block {block_id} is held by {held_by}; block tables say {should_be}")
         free = [*self._free_plain, *self._free_cached]
-        if sorted(free) != [block_id for block_id, count in enumerate(expected) if block_id and not count]:
+        if sorted(free) != [block_id for block_id in range(1, self.num_usable + 1) if block_id not in expected]:
             raise InternalError(f"free lists hold {sorted(free)}, which are not the blocks without a holder")
         misplaced = [b for b in self._free_plain if b in self.prefix_cache]
         misplaced += [b for b in self._free_cached if b not in self.prefix_cache]

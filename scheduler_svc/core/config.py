@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from holdback.buckets import (
@@ -10,7 +11,16 @@ from holdback.buckets import (
     get_default_num_seqs_buckets,
     max_kv_concurrent,
 )
+from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits
+
+
+class KvAdmission(enum.StrEnum):
+    """By which worst case requests are let in; each admits all that the one before admits (`admission.py`)."""
+
+    MAX_MODEL_LEN = "max_model_len"
+    RESERVED = "reserved"
+    PHASED = "phased"
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,9 @@ class SchedulerConfig:
         num_batched_tokens_buckets: prefill shapes in tokens; None for the defaults of K2.
         num_seqs_buckets: decode shapes in rows; None for the defaults of K2. The scheduler only checks them.
         enable_prefix_caching: share blocks of equal prefixes.
+        kv_admission: the rule of admission by KV memory.
+        max_decode_stall_ms: prefills hide decodes no longer than this at a time, by expected device times; None for
+            as long as prefills come.
 
     Raises:
         ConfigError: K1 or K2 refuse it; the message names the field, its value and what is allowed.
@@ -39,6 +52,8 @@ class SchedulerConfig:
     num_batched_tokens_buckets: tuple[int, ...] | None = None
     num_seqs_buckets: tuple[int, ...] | None = None
     enable_prefix_caching: bool = True
+    kv_admission: KvAdmission = KvAdmission.MAX_MODEL_LEN
+    max_decode_stall_ms: float | None = None
 
     def __post_init__(self) -> None:
         limits = ExecutorLimits(
@@ -50,6 +65,8 @@ class SchedulerConfig:
             num_seqs_buckets=self.decode_buckets,
         )
         check_limits(limits, self.max_model_len)
+        if self.max_decode_stall_ms is not None and not 0 <= self.max_decode_stall_ms < float("inf"):
+            raise ConfigError(f"max_decode_stall_ms is {self.max_decode_stall_ms}; allowed: at least 0, or null")
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
@@ -64,6 +81,11 @@ class SchedulerConfig:
         if self.num_seqs_buckets is not None:
             return tuple(self.num_seqs_buckets)
         return tuple(get_default_num_seqs_buckets(self.max_num_seqs))
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
 
     @property
     def max_kv_concurrent(self) -> int:

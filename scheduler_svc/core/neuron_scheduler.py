@@ -11,16 +11,20 @@ with what waits (K9).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from holdback.buckets import get_bucket_for_count
-from holdback.errors import InternalError
-from holdback.types import Phase, SchedulerOutput, SchedulerState
-from scheduler_svc.core.admission import AdmissionPolicy, MaxModelLenAdmission
-from scheduler_svc.core.config import SchedulerConfig
+from holdback.errors import ConfigError, InternalError
+from holdback.types import ModelRunnerOutput, Phase, SchedulerOutput, SchedulerState
+from scheduler_svc.core.admission import AdmissionPolicy, MaxModelLenAdmission, ReservedAdmission
+from scheduler_svc.core.config import KvAdmission, SchedulerConfig
+from scheduler_svc.core.output import Batch, StepRecord
+from scheduler_svc.core.phased import PhasedAdmission
 from scheduler_svc.core.queue import RequestQueue, WaitingQueue
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.stall import DecodeStall, ExpectedTime
 
 
 class NeuronScheduler(Scheduler):
@@ -33,18 +37,48 @@ class NeuronScheduler(Scheduler):
         total_padding_tokens: running sum of padded minus scheduled tokens.
         state: IDLE, ACTIVE_PREFILL or ACTIVE_DECODE, as the last `schedule()` left it (K5).
         max_prefills_per_batch: requests that prefill at once (K12).
+
+    Args:
+        waiting: the queue; one of its own if None.
+        expected_time: of the executor's graphs; `max_decode_stall_ms` needs it.
+
+    Raises:
+        ConfigError: `max_decode_stall_ms` is set and `expected_time` is not.
     """
 
     max_prefills_per_batch: ClassVar[int] = 1
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue | None = None,
+        expected_time: ExpectedTime | None = None,
+    ) -> None:
+        if config.max_decode_stall_ms is not None and expected_time is None:
+            raise ConfigError(f"max_decode_stall_ms is {config.max_decode_stall_ms}; allowed without latencies: null")
         super().__init__(config, waiting)
         self._let_through = RequestQueue()
         self.holdback_queue: WaitingQueue = self._let_through
-        self.admission: AdmissionPolicy = MaxModelLenAdmission(config.max_kv_concurrent)
         self.num_batched_tokens_buckets = config.prefill_buckets
         self.total_padding_tokens = 0
         self.state = SchedulerState.IDLE
+        self._expected_time = expected_time
+
+    def _forget_executor(self) -> None:
+        super()._forget_executor()
+        self.admission = self._new_admission()
+        max_ms = self.config.max_decode_stall_ms
+        self._stall = DecodeStall(None if max_ms is None else int(max_ms * 1000))
+
+    def _new_admission(self) -> AdmissionPolicy:
+        match self.config.kv_admission:
+            case KvAdmission.MAX_MODEL_LEN:
+                return MaxModelLenAdmission(self.config.max_kv_concurrent)
+            case KvAdmission.RESERVED:
+                return ReservedAdmission(self.config)
+            case KvAdmission.PHASED:
+                num_late_steps = self.max_steps_in_flight - 1
+                return PhasedAdmission(self.config, self.block_pool, self._hits, num_late_steps=num_late_steps)
 
     # ---- admission ----
 
@@ -83,18 +117,55 @@ class NeuronScheduler(Scheduler):
             return f"request {prefill.req_id!r} is prefilling, {done} are computed"
         if len(self._let_through) >= self.max_prefills_per_batch:
             return f"{len(self._let_through)} prefill is in this batch; allowed: {self.max_prefills_per_batch}"
-        return self.admission.why_not(request, self.running) or self._why_not_placed(request)
+        return (
+            self.admission.why_not(request, self.running)
+            or self._why_not_placed(request)
+            or self._why_decode_first(request)
+        )
+
+    def _why_decode_first(self, request: Request) -> str | None:
+        """Whether a decode step must come before `request` is bound, for its first chunk would make the stall too long.
+
+        Asked last, as it makes no difference to a head that does not fit.
+        """
+        if self._stall.max_us is None or not self._stall.num_prefill_steps:
+            return None
+        if not self._is_decode_due(request, self.num_hit_tokens(request)):
+            return None
+        stall_us, max_ms = self._stall.stall_us, self.config.max_decode_stall_ms
+        return f"a decode step comes first, prefills have taken {stall_us} us; max_decode_stall_ms is {max_ms:g}"
+
+    def _is_decode_due(self, prefill: Request, num_computed: int) -> bool:
+        """Whether a decode step comes before the chunk of `prefill` that starts at `num_computed`."""
+        num_tokens = min(prefill.num_prefill_tokens - num_computed, self.config.max_num_batched_tokens)
+        next_us = self._expected_us(self._calculate_padded_count(num_tokens), num_computed)
+        return self._stall.would_pass_bound(next_us) and self._can_decode(self.running)
+
+    def _expected_us(self, num_padded: int, num_computed: int) -> int:
+        if self._expected_time is None:
+            return 0
+        return self._expected_time(Phase.PREFILL, num_padded, num_computed)
+
+    def _can_decode(self, requests: Iterable[Request]) -> bool:
+        """Whether a decode step of `requests` would have a row."""
+        return any(request.num_steps_left and not request.is_prefill for request in requests)
+
+    @property
+    def max_stall_us(self) -> int:
+        """The longest that a request that could have decoded has waited for prefills, measured device time."""
+        return self._stall.max_stall_us
 
     # ---- schedule ----
 
     def schedule(self) -> SchedulerOutput:
         self._hold_back()
-        running_holdback = self._separate()
+        hidden = self._separate()
         try:
             scheduler_output = self._call_base_schedule()
         finally:
-            self._restore(running_holdback)
+            self._restore(hidden)
         self._apply_padding_and_log_stats(scheduler_output)
+        self._count_step(scheduler_output, hidden)
         self._update_state(scheduler_output)
         return scheduler_output
 
@@ -110,20 +181,25 @@ class NeuronScheduler(Scheduler):
             request = self.holdback_queue.peek()
 
     def _separate(self) -> list[Request]:
-        """Step 3: hides what may not share the batch with a prefill. Returns it."""
+        """Step 3: hides what may not share the batch: decodes from a prefill, or a prefill from decodes. Returns it."""
         running = self.running
         if self.has_prefill_in_running:
-            self.running = [request for request in running if request.is_prefill]
-            return [request for request in running if not request.is_prefill]
+            # It is in front, as new prefills go there and nobody joins meanwhile.
+            prefills, decodes = running[: self.max_prefills_per_batch], running[self.max_prefills_per_batch :]
+            if self._is_decode_due(prefills[0], prefills[0].num_computed_tokens):
+                self.running = decodes
+                return prefills
+            self.running = prefills
+            return decodes
         if self.waiting:
             self.running = []
             return running
         return []
 
-    def _restore(self, running_holdback: list[Request]) -> None:
-        """Step 5: what was hidden comes behind what was scheduled (K6); what was not taken goes back to the front."""
-        if running_holdback:
-            self.running = self.running + running_holdback
+    def _restore(self, hidden: list[Request]) -> None:
+        """Step 5: prefills stand in front of decodes, whichever was hidden (K6); what was not taken goes back."""
+        if hidden:
+            self.running = hidden + self.running if hidden[0].is_prefill else self.running + hidden
         queue = self.holdback_queue
         if self._let_through:
             for request in reversed(list(self._let_through)):
@@ -156,6 +232,17 @@ class NeuronScheduler(Scheduler):
         scheduler_output.num_scheduled_tokens_padded = padded
         self.total_padding_tokens += sum(padded.values()) - sum(num_scheduled.values())
 
+    def _count_step(self, scheduler_output: SchedulerOutput, hidden: list[Request]) -> None:
+        """Tells who follows the steps of the lane."""
+        if scheduler_output.phase is Phase.DECODE:
+            self.admission.count_decode_step(len(scheduler_output.num_scheduled_tokens))
+            self._stall.add_decode_step()
+        elif scheduler_output.phase is Phase.PREFILL:
+            ((req_id, num_padded),) = scheduler_output.num_scheduled_tokens_padded.items()
+            num_computed = self.requests[req_id].num_computed_tokens - scheduler_output.num_scheduled_tokens[req_id]
+            expected_us = self._expected_us(num_padded, num_computed)
+            self._stall.add_prefill_step(scheduler_output.step, expected_us, hides_decode=self._can_decode(hidden))
+
     def _update_state(self, scheduler_output: SchedulerOutput) -> None:
         """Step 8, from what the output says: counters of the requests are already past this step."""
         if not self.running and not self.waiting:
@@ -165,7 +252,30 @@ class NeuronScheduler(Scheduler):
         elif scheduler_output.phase is Phase.DECODE:
             self.state = SchedulerState.ACTIVE_DECODE
 
-    # ---- the end of a lane, and what must always hold ----
+    # ---- what others must be told of ----
+
+    def _bind(self, request: Request, batch: Batch) -> None:
+        self.admission.bind(request)
+        super()._bind(request, batch)
+
+    def _prefill(self, request: Request, num_tokens: int, batch: Batch) -> list[int]:
+        new_block_ids = super()._prefill(request, num_tokens, batch)
+        if not request.is_prefill:
+            self.admission.start_decode(request)
+        return new_block_ids
+
+    def _unbind(self, request: Request) -> None:
+        if request.slot is not None:
+            self.admission.release(request)
+        super()._unbind(request)
+
+    def _take_record(self, step: int, runner_output: ModelRunnerOutput) -> StepRecord:
+        record = super()._take_record(step, runner_output)
+        if record.num_prefill_rows:
+            self._stall.measure(step, runner_output.timings.device_us)
+        return record
+
+    # ---- what must always hold ----
 
     def check_integrity(self) -> None:
         """Compares everything that must balance; for tests, and for a lane that goes idle.
@@ -173,7 +283,7 @@ class NeuronScheduler(Scheduler):
         Raises:
             InternalError: blocks, slots, ids or counters do not add up.
         """
-        self.block_pool.check_integrity(request.block_ids for request in self.running)
+        self.block_pool.check_integrity((request, request.block_ids) for request in self.running)
         bound = [request.req_id for request in self.running]
         queued = [request.req_id for request in self.waiting]
         if sorted(bound) != sorted(self.requests) or len(set(bound + queued)) != len(bound + queued):
@@ -185,6 +295,7 @@ class NeuronScheduler(Scheduler):
             raise InternalError(f"{len(self.holdback_queue)} requests are held back between steps")
         for position, request in enumerate(self.running):
             self._check_request(position, request)
+        self.admission.check_integrity(self.running)
 
     def _check_request(self, position: int, request: Request) -> None:
         capacity = len(request.block_ids) * self.config.block_size

@@ -110,6 +110,11 @@ class Request:
         return self.num_prompt_tokens + self.max_tokens - 1
 
     @property
+    def num_steps_left(self) -> int:
+        """Tokens that are still to be computed until the last allowed output is sampled."""
+        return self.last_computed - self.num_computed_tokens
+
+    @property
     def num_output_placeholders(self) -> int:
         """Outputs that steps in flight will sample; their tokens are not known yet."""
         if self.is_prefill:

@@ -22,6 +22,7 @@ from holdback.errors import AlreadyExistsError, ErrorReason, InternalError, Inva
 from holdback.types import FinishReason, ModelRunnerOutput, NewRequestData, Phase, SchedulerOutput
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.hits import Hit, HitFinder
 from scheduler_svc.core.output import Batch, DecodeRows, Ending, StepRecord, StepUpdate
 from scheduler_svc.core.prefix_cache import PrefixCache, PrefixCacheStats
 from scheduler_svc.core.queue import RequestQueue, WaitingQueue
@@ -51,6 +52,7 @@ class Scheduler:
         self.waiting: WaitingQueue = RequestQueue() if waiting is None else waiting
         self.prefix_cache = PrefixCache()
         self._block_size = config.block_size
+        self._hits = HitFinder(self.prefix_cache, config.block_size, enabled=config.enable_prefix_caching)
         self._forget_executor()
 
     @property
@@ -73,7 +75,7 @@ class Scheduler:
 
     def num_hit_tokens(self, request: Request) -> int:
         """Tokens that a request would get from the prefix cache if it were bound now."""
-        return len(self._find_hit(request)) * self._block_size
+        return len(self._hits.find(request).block_ids) * self._block_size
 
     # ---- requests come and go ----
 
@@ -133,7 +135,9 @@ class Scheduler:
         """The state towards an executor that has been told nothing."""
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
-        self.block_pool = BlockPool(self.config.num_blocks, self.prefix_cache)
+        self.block_pool: BlockPool[Request] = BlockPool(self.config.num_blocks, self.prefix_cache)
+        # What the head hit when it was last looked up. Who is bound meanwhile may hold more of it.
+        self._held_hits: tuple[Request, Hit, int] | None = None
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._finished_req_ids: list[str] = []
         self._executor_must_hear = False
@@ -147,7 +151,7 @@ class Scheduler:
         if request.slot is None:
             raise InternalError(f"request {request.req_id!r} is not bound")
         del self.requests[request.req_id]
-        self.block_pool.release(request.block_ids)
+        self.block_pool.release(request.block_ids, request)
         self._free_slots.append(request.slot)
         request.slot = None
         request.block_ids = []
@@ -195,7 +199,7 @@ class Scheduler:
         if num_computed >= request.num_prefill_tokens:
             if num_computed >= request.last_computed:
                 return False
-            block_id = self.block_pool.take()
+            block_id = self.block_pool.take(request)
             request.block_ids.append(block_id)
             request.num_computed_tokens = num_computed + 1
             request.decode_until = min(num_computed + self._block_size, request.last_computed)
@@ -216,7 +220,7 @@ class Scheduler:
         """Counts a chunk as computed, takes the blocks that it needs, notes the blocks that it fills."""
         block_size, start = self._block_size, request.num_computed_tokens
         end = start + num_tokens
-        new_block_ids = self.block_pool.allocate(-(-end // block_size) - len(request.block_ids))
+        new_block_ids = self.block_pool.allocate(-(-end // block_size) - len(request.block_ids), request)
         request.block_ids += new_block_ids
         request.num_computed_tokens = end
         if self.config.enable_prefix_caching:
@@ -230,8 +234,8 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None or self._why_not_placed(request) is not None:
                 return
-            self.waiting.popleft()
             self._bind(request, batch)
+            self.waiting.popleft()
             self.running.append(request)
 
     def _why_not_placed(self, request: Request) -> str | None:
@@ -240,22 +244,25 @@ class Scheduler:
         num_free = self.block_pool.num_free
         if needed <= num_free:
             return None
-        needed -= sum(map(self.block_pool.is_held, self._find_hit(request)))
-        if needed <= num_free:
+        num_held = self._most_held_hits(request)
+        if needed - num_held <= num_free:
+            # The most that there can be is not enough to know.
+            self._held_hits = None
+            num_held = self._most_held_hits(request)
+        if needed - num_held <= num_free:
             return None
-        return f"the prompt needs {needed} more blocks; {num_free} of {self.num_usable_blocks} are free"
+        return f"the prompt needs {needed - num_held} more blocks; {num_free} of {self.num_usable_blocks} are free"
 
-    def _find_hit(self, request: Request) -> list[int]:
-        """K7: cached blocks from the first on, without a gap, that leave at least one token to compute."""
-        hit: list[int] = []
-        if not self.config.enable_prefix_caching:
-            return hit
-        for index in range((request.num_prefill_tokens - 1) // self._block_size):
-            block_id = self.prefix_cache.find(request.block_key(index, self._block_size))
-            if block_id is None:
-                break
-            hit.append(block_id)
-        return hit
+    def _most_held_hits(self, request: Request) -> int:
+        """An upper bound of the held blocks that a request hits; exact when it had to look."""
+        if self._held_hits is not None:
+            of_request, hit, num_held = self._held_hits
+            if of_request is request and not self._hits.may_be_longer(hit):
+                return num_held
+        hit = self._hits.find(request)
+        num_held = sum(map(self.block_pool.is_held, hit.block_ids))
+        self._held_hits = request, hit, num_held
+        return num_held
 
     def _bind(self, request: Request, batch: Batch) -> None:
         """Gives a request its slot, its hit and its first chunk."""
@@ -263,8 +270,9 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self.requests[request.req_id] = request
         # The hit is held before blocks are taken, or they could be taken from it.
-        request.block_ids = self._find_hit(request)
-        self.block_pool.hold(request.block_ids)
+        request.block_ids = self._hits.find(request).block_ids
+        self._held_hits = None
+        self.block_pool.hold(request.block_ids, request)
         request.num_hit_blocks = len(request.block_ids)
         num_hit_tokens = request.num_hit_blocks * self._block_size
         request.num_computed_tokens = num_hit_tokens

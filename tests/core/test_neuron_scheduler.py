@@ -4,6 +4,7 @@ import pytest
 
 from holdback.errors import InternalError
 from holdback.types import FinishReason, Phase, SchedulerState
+from scheduler_svc.core.admission import AdmissionPolicy
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.queue import RequestQueue
 from scheduler_svc.core.scheduler import Scheduler
@@ -144,7 +145,7 @@ def test_the_checks_refuse_in_order_and_say_why():
     assert scheduler.why_not(head) == "2 requests run; max_num_seqs is 2"
 
 
-class AdmitAll:
+class AdmitAll(AdmissionPolicy):
     def why_not(self, request, running):
         return None
 
@@ -288,7 +289,7 @@ def test_max_tokens_is_cut_also_for_a_request_that_no_add_request_saw():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda scheduler, request: scheduler.block_pool.allocate(1), "holders of blocks"),
+        (lambda scheduler, request: scheduler.block_pool.allocate(1, request), "block tables say"),
         (lambda scheduler, request: scheduler.requests.clear(), "not one place each"),
         (lambda scheduler, request: scheduler.waiting.append(request), "not one place each"),
         (lambda scheduler, request: setattr(request, "slot", 3), "slots"),

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdback.types import FinishReason
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
+from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from tests.core.builders import EOS, build_drive, ids
 
@@ -27,6 +28,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         max_num_batched_tokens=st.sampled_from([4, 7, 16]),
         enable_prefix_caching=st.booleans(),
+        kv_admission=st.sampled_from(KvAdmission),
+        max_decode_stall_ms=st.sampled_from([None, 0, 0.008, 0.02]),
     )
     def start(self, **sizes):
         self.drive = build_drive(self.scheduler_class, max_model_len=32, **sizes)
