@@ -25,6 +25,7 @@ from executor_svc.lease import Lease, LeaseHolder, lease_lost
 from executor_svc.registration import Registration
 from executor_svc.runner import NeuronModelRunner
 from holdback import rpc
+from holdback.codec import encode_execution_failed
 from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
 from holdback.health import HealthServer
 from holdback.ports import write_ports_file
@@ -62,6 +63,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 yield response
         except HoldbackError as error:
             ended = InternalError(f"the Execute stream ended: {error.message}")
+            yield executor_pb2.ExecuteResponse(failed=encode_execution_failed(error))
             await rpc.abort(context, error)
         finally:
             reader.cancel()

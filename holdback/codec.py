@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdback.errors import ErrorReason, FailedPreconditionError, InvalidArgumentError
+from holdback.errors import (
+    ErrorReason,
+    FailedPreconditionError,
+    HoldbackError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from holdback.types import (
     CachedRequestsData,
     ExecutorInfo,
@@ -32,7 +39,7 @@ from holdback.types import (
     TraceContext,
     Usage,
 )
-from holdback.v1 import executor_pb2, scheduler_pb2, types_pb2
+from holdback.v1 import errors_pb2, executor_pb2, scheduler_pb2, types_pb2
 
 _PHASES: dict[Phase | None, types_pb2.Phase.ValueType] = {
     None: types_pb2.PHASE_UNSPECIFIED,
@@ -247,6 +254,20 @@ def decode_runner_output(message: executor_pb2.ModelRunnerOutput) -> ModelRunner
         logprobs[entry.row] = decode_logprobs(entry.logprobs)
     timings = StepTimings(message.timings.queue_us, message.timings.device_us, message.timings.host_us)
     return ModelRunnerOutput(message.step, tokens, logprobs, list(message.failed_rows), timings)
+
+
+def encode_execution_failed(error: HoldbackError) -> executor_pb2.ExecutionFailed:
+    reason = errors_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason.value}")
+    return executor_pb2.ExecutionFailed(reason=reason, message=error.message)
+
+
+def decode_execution_failed(message: executor_pb2.ExecutionFailed) -> HoldbackError:
+    """UnavailableError where the executor lost its lease, InternalError where a step failed."""
+    known = message.reason in errors_pb2.ErrorReason.values()
+    name = errors_pb2.ErrorReason.Name(message.reason).removeprefix("ERROR_REASON_") if known else ""
+    reason = ErrorReason(name) if name in ErrorReason.__members__ else ErrorReason.INTERNAL
+    kind = UnavailableError if reason is ErrorReason.LEASE_MISMATCH else InternalError
+    return kind(message.message, reason=reason)
 
 
 def encode_spec(spec: RequestSpec) -> types_pb2.RequestSpec:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
 
 import grpc.aio
 
 from holdback import codec, rpc
-from holdback.errors import HoldbackError, InternalError, UnavailableError
+from holdback.errors import InternalError, UnavailableError
 from holdback.types import SchedulerOutput
 from holdback.v1 import executor_pb2, executor_pb2_grpc
 from scheduler_svc.lane import Lane
@@ -22,6 +22,7 @@ class StepStream:
         self._target = target
         self._channel = rpc.create_channel(target)
         self._call = executor_pb2_grpc.ExecutorServiceStub(self._channel).Execute()
+        self._responses = aiter(self._call)
         self._encoder = codec.StepEncoder()
 
     async def open(self, lease: str, timeout_s: float) -> None:
@@ -48,7 +49,7 @@ class StepStream:
             while (response := await self._read()) is not None:
                 self._pass_on(response, lane)
             lane.fail(UnavailableError("the executor ended its Execute stream"))
-        except HoldbackError as error:
+        except Exception as error:  # whatever it is, a lane that nobody tells of it would wait for nothing
             lane.fail(error)
 
     async def close(self) -> None:
@@ -62,22 +63,21 @@ class StepStream:
             lane.receive(codec.decode_runner_output(response.output))
         elif kind == "draining":
             lane.drain(response.draining.reason)
+        elif kind == "failed":
+            raise codec.decode_execution_failed(response.failed)
         elif kind == "accepted":
             raise InternalError("the executor accepted Execute twice")
         # Anything else is of a newer executor, and means nothing here.
 
     async def _write(self, request: executor_pb2.ExecuteRequest) -> None:
-        try:
+        """A stream that has ended takes nothing. Why it ended, and the results before that, are for the reader."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(request)
-        except grpc.aio.AioRpcError as error:
-            raise rpc.error_from_rpc(error) from error
-        except asyncio.InvalidStateError as error:
-            raise UnavailableError("the Execute stream has ended") from error
 
     async def _read(self) -> executor_pb2.ExecuteResponse | None:
         """None at the end of the stream."""
         try:
-            response: Any = await self._call.read()
+            # Not `read`, which returns nothing more of what has arrived once a write has failed.
+            return await anext(self._responses, None)
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error
-        return None if response is grpc.aio.EOF else response

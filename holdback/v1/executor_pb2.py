@@ -22,38 +22,41 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from holdback.v1 import errors_pb2 as holdback_dot_v1_dot_errors__pb2
 from holdback.v1 import types_pb2 as holdback_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aholdback/v1/executor.proto\x12\x0bholdback.v1\x1a\x17holdback/v1/types.proto\"u\n\x0e\x45xecuteRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.holdback.v1.OpenExecutionH\x00\x12,\n\x04step\x18\x02 \x01(\x0b\x32\x1c.holdback.v1.SchedulerOutputH\x00\x42\t\n\x07request\"\xae\x01\n\x0f\x45xecuteResponse\x12\x32\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1e.holdback.v1.ExecutionAcceptedH\x00\x12\x30\n\x06output\x18\x02 \x01(\x0b\x32\x1e.holdback.v1.ModelRunnerOutputH\x00\x12)\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x15.holdback.v1.DrainingH\x00\x42\n\n\x08response\"V\n\rOpenExecution\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x36\n\x10protocol_version\x18\x02 \x01(\x0b\x32\x1c.holdback.v1.ProtocolVersion\"K\n\x11\x45xecutionAccepted\x12\x36\n\x10protocol_version\x18\x01 \x01(\x0b\x32\x1c.holdback.v1.ProtocolVersion\"\x1a\n\x08\x44raining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x8c\x02\n\x0fSchedulerOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12!\n\x05phase\x18\x02 \x01(\x0e\x32\x12.holdback.v1.Phase\x12\x18\n\x10\x66inished_handles\x18\x03 \x03(\r\x12\x31\n\x0cnew_requests\x18\x04 \x03(\x0b\x32\x1b.holdback.v1.NewRequestData\x12\x38\n\x0f\x63\x61\x63hed_requests\x18\x05 \x01(\x0b\x32\x1f.holdback.v1.CachedRequestsData\x12\x1c\n\x14num_scheduled_tokens\x18\x06 \x03(\r\x12#\n\x1bnum_scheduled_tokens_padded\x18\x07 \x03(\r\"\x86\x01\n\x0eNewRequestData\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12&\n\x04spec\x18\x03 \x01(\x0b\x32\x18.holdback.v1.RequestSpec\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\"\x8e\x01\n\x12\x43\x61\x63hedRequestsData\x12\x1b\n\x13same_as_last_decode\x18\x01 \x01(\x08\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x03 \x03(\r\x12\x16\n\x0enew_block_rows\x18\x04 \x03(\r\x12\x15\n\rnew_block_ids\x18\x05 \x03(\r\"\xa8\x01\n\x11ModelRunnerOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x19\n\x11sampled_token_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.holdback.v1.RowLogprobs\x12\x13\n\x0b\x66\x61iled_rows\x18\x04 \x03(\r\x12)\n\x07timings\x18\x05 \x01(\x0b\x32\x18.holdback.v1.StepTimings\"H\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.holdback.v1.TokenLogprobs\"C\n\x0bStepTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x11\n\tdevice_us\x18\x02 \x01(\r\x12\x0f\n\x07host_us\x18\x03 \x01(\r2[\n\x0f\x45xecutorService\x12H\n\x07\x45xecute\x12\x1b.holdback.v1.ExecuteRequest\x1a\x1c.holdback.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aholdback/v1/executor.proto\x12\x0bholdback.v1\x1a\x18holdback/v1/errors.proto\x1a\x17holdback/v1/types.proto\"u\n\x0e\x45xecuteRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.holdback.v1.OpenExecutionH\x00\x12,\n\x04step\x18\x02 \x01(\x0b\x32\x1c.holdback.v1.SchedulerOutputH\x00\x42\t\n\x07request\"\xde\x01\n\x0f\x45xecuteResponse\x12\x32\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1e.holdback.v1.ExecutionAcceptedH\x00\x12\x30\n\x06output\x18\x02 \x01(\x0b\x32\x1e.holdback.v1.ModelRunnerOutputH\x00\x12)\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x15.holdback.v1.DrainingH\x00\x12.\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1c.holdback.v1.ExecutionFailedH\x00\x42\n\n\x08response\"V\n\rOpenExecution\x12\r\n\x05lease\x18\x01 \x01(\t\x12\x36\n\x10protocol_version\x18\x02 \x01(\x0b\x32\x1c.holdback.v1.ProtocolVersion\"K\n\x11\x45xecutionAccepted\x12\x36\n\x10protocol_version\x18\x01 \x01(\x0b\x32\x1c.holdback.v1.ProtocolVersion\"\x1a\n\x08\x44raining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"L\n\x0f\x45xecutionFailed\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.holdback.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x8c\x02\n\x0fSchedulerOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12!\n\x05phase\x18\x02 \x01(\x0e\x32\x12.holdback.v1.Phase\x12\x18\n\x10\x66inished_handles\x18\x03 \x03(\r\x12\x31\n\x0cnew_requests\x18\x04 \x03(\x0b\x32\x1b.holdback.v1.NewRequestData\x12\x38\n\x0f\x63\x61\x63hed_requests\x18\x05 \x01(\x0b\x32\x1f.holdback.v1.CachedRequestsData\x12\x1c\n\x14num_scheduled_tokens\x18\x06 \x03(\r\x12#\n\x1bnum_scheduled_tokens_padded\x18\x07 \x03(\r\"\x86\x01\n\x0eNewRequestData\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12&\n\x04spec\x18\x03 \x01(\x0b\x32\x18.holdback.v1.RequestSpec\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\"\x8e\x01\n\x12\x43\x61\x63hedRequestsData\x12\x1b\n\x13same_as_last_decode\x18\x01 \x01(\x08\x12\x0f\n\x07handles\x18\x02 \x03(\r\x12\x1b\n\x13num_computed_tokens\x18\x03 \x03(\r\x12\x16\n\x0enew_block_rows\x18\x04 \x03(\r\x12\x15\n\rnew_block_ids\x18\x05 \x03(\r\"\xa8\x01\n\x11ModelRunnerOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x19\n\x11sampled_token_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.holdback.v1.RowLogprobs\x12\x13\n\x0b\x66\x61iled_rows\x18\x04 \x03(\r\x12)\n\x07timings\x18\x05 \x01(\x0b\x32\x18.holdback.v1.StepTimings\"H\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.holdback.v1.TokenLogprobs\"C\n\x0bStepTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x11\n\tdevice_us\x18\x02 \x01(\r\x12\x0f\n\x07host_us\x18\x03 \x01(\r2[\n\x0f\x45xecutorService\x12H\n\x07\x45xecute\x12\x1b.holdback.v1.ExecuteRequest\x1a\x1c.holdback.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'holdback.v1.executor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXECUTEREQUEST']._serialized_start=68
-  _globals['_EXECUTEREQUEST']._serialized_end=185
-  _globals['_EXECUTERESPONSE']._serialized_start=188
-  _globals['_EXECUTERESPONSE']._serialized_end=362
-  _globals['_OPENEXECUTION']._serialized_start=364
-  _globals['_OPENEXECUTION']._serialized_end=450
-  _globals['_EXECUTIONACCEPTED']._serialized_start=452
-  _globals['_EXECUTIONACCEPTED']._serialized_end=527
-  _globals['_DRAINING']._serialized_start=529
-  _globals['_DRAINING']._serialized_end=555
-  _globals['_SCHEDULEROUTPUT']._serialized_start=558
-  _globals['_SCHEDULEROUTPUT']._serialized_end=826
-  _globals['_NEWREQUESTDATA']._serialized_start=829
-  _globals['_NEWREQUESTDATA']._serialized_end=963
-  _globals['_CACHEDREQUESTSDATA']._serialized_start=966
-  _globals['_CACHEDREQUESTSDATA']._serialized_end=1108
-  _globals['_MODELRUNNEROUTPUT']._serialized_start=1111
-  _globals['_MODELRUNNEROUTPUT']._serialized_end=1279
-  _globals['_ROWLOGPROBS']._serialized_start=1281
-  _globals['_ROWLOGPROBS']._serialized_end=1353
-  _globals['_STEPTIMINGS']._serialized_start=1355
-  _globals['_STEPTIMINGS']._serialized_end=1422
-  _globals['_EXECUTORSERVICE']._serialized_start=1424
-  _globals['_EXECUTORSERVICE']._serialized_end=1515
+  _globals['_EXECUTEREQUEST']._serialized_start=94
+  _globals['_EXECUTEREQUEST']._serialized_end=211
+  _globals['_EXECUTERESPONSE']._serialized_start=214
+  _globals['_EXECUTERESPONSE']._serialized_end=436
+  _globals['_OPENEXECUTION']._serialized_start=438
+  _globals['_OPENEXECUTION']._serialized_end=524
+  _globals['_EXECUTIONACCEPTED']._serialized_start=526
+  _globals['_EXECUTIONACCEPTED']._serialized_end=601
+  _globals['_DRAINING']._serialized_start=603
+  _globals['_DRAINING']._serialized_end=629
+  _globals['_EXECUTIONFAILED']._serialized_start=631
+  _globals['_EXECUTIONFAILED']._serialized_end=707
+  _globals['_SCHEDULEROUTPUT']._serialized_start=710
+  _globals['_SCHEDULEROUTPUT']._serialized_end=978
+  _globals['_NEWREQUESTDATA']._serialized_start=981
+  _globals['_NEWREQUESTDATA']._serialized_end=1115
+  _globals['_CACHEDREQUESTSDATA']._serialized_start=1118
+  _globals['_CACHEDREQUESTSDATA']._serialized_end=1260
+  _globals['_MODELRUNNEROUTPUT']._serialized_start=1263
+  _globals['_MODELRUNNEROUTPUT']._serialized_end=1431
+  _globals['_ROWLOGPROBS']._serialized_start=1433
+  _globals['_ROWLOGPROBS']._serialized_end=1505
+  _globals['_STEPTIMINGS']._serialized_start=1507
+  _globals['_STEPTIMINGS']._serialized_end=1574
+  _globals['_EXECUTORSERVICE']._serialized_start=1576
+  _globals['_EXECUTORSERVICE']._serialized_end=1667
 # @@protoc_insertion_point(module_scope)

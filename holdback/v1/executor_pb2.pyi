@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from holdback.v1 import errors_pb2 as _errors_pb2
 from holdback.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -60,6 +61,7 @@ class ExecuteResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___ExecutionAccepted:
         """The stream is open: handles, slots and steps start from nothing."""
@@ -72,18 +74,23 @@ class ExecuteResponse(_message.Message):
     def draining(self) -> Global___Draining:
         """The executor stops: it finishes what it was sent and takes no further step."""
 
+    @_builtins.property
+    def failed(self) -> Global___ExecutionFailed:
+        """The stream fails: the oldest step without an output did, unless the reason is LEASE_MISMATCH. The last message."""
+
     def __init__(
         self,
         *,
         accepted: Global___ExecutionAccepted | None = ...,
         output: Global___ModelRunnerOutput | None = ...,
         draining: Global___Draining | None = ...,
+        failed: Global___ExecutionFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "draining", b"draining", "output", b"output", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "draining", b"draining", "failed", b"failed", "output", b"output", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "draining", b"draining", "output", b"output", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "draining", b"draining", "failed", b"failed", "output", b"output", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["accepted", "output", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["accepted", "output", "draining", "failed"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
 
@@ -162,6 +169,32 @@ class Draining(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Draining: _TypeAlias = Draining  # noqa: Y015
+
+@_typing.final
+class ExecutionFailed(_message.Message):
+    """Why the stream ends, said before its status: a peer that is just writing may not be told the status by its library."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    reason: _errors_pb2.ErrorReason.ValueType
+    """Stable reason, for programs."""
+    message: _builtins.str
+    """What went wrong, for people."""
+    def __init__(
+        self,
+        *,
+        reason: _errors_pb2.ErrorReason.ValueType = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExecutionFailed: _TypeAlias = ExecutionFailed  # noqa: Y015
 
 @_typing.final
 class SchedulerOutput(_message.Message):

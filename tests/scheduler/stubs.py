@@ -160,6 +160,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             output = executor.execute(decoder.decode(request.step))
             await self.may_step.wait()
             if self.fails_with is not None:
+                failed = codec.encode_execution_failed(self.fails_with)
+                await context.write(executor_pb2.ExecuteResponse(failed=failed))
                 await rpc.abort(context, self.fails_with)
             if self.says_more:
                 await context.write(executor_pb2.ExecuteResponse())

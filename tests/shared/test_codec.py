@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdback import codec
-from holdback.errors import ErrorReason, FailedPreconditionError, InvalidArgumentError
+from holdback.errors import (
+    ErrorReason,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from holdback.types import (
     CachedRequestsData,
     ExecutorInfo,
@@ -283,6 +289,26 @@ def test_logprobs_of_a_row_that_is_not_there_are_refused():
     message.logprobs.add(row=1)
     with pytest.raises(InvalidArgumentError, match=r"logprobs\.row is 1"):
         codec.decode_runner_output(message)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (ErrorReason.STEP_OUT_OF_ORDER, InternalError),
+        (ErrorReason.INTERNAL, InternalError),
+        (ErrorReason.LEASE_MISMATCH, UnavailableError),
+    ],
+)
+def test_why_an_execution_failed_comes_back_with_its_reason(reason, kind):
+    told = codec.encode_execution_failed(FailedPreconditionError("step 3: it broke", reason=reason))
+    error = codec.decode_execution_failed(executor_pb2.ExecutionFailed.FromString(told.SerializeToString()))
+    assert type(error) is kind
+    assert (error.reason, error.message) == (reason, "step 3: it broke")
+
+
+def test_a_reason_of_a_newer_executor_is_taken_for_a_fault():
+    error = codec.decode_execution_failed(executor_pb2.ExecutionFailed(reason=999, message="new"))
+    assert error.reason is ErrorReason.INTERNAL
 
 
 def test_executor_info_comes_back_as_it_was():
