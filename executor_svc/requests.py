@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from executor_svc.devices.base import Int32
+from executor_svc.random_numbers import mix_seed
 from holdback.errors import InternalError
 from holdback.types import ExecutorLimits, ModelInfo, NewRequestData, RequestSpec, SamplingParams
 
@@ -20,16 +21,16 @@ def refuse(field: str, value: object, allowed: str) -> InternalError:
 
 
 class RunningRequests:
-    """The requests of one lease, by name and by slot.
+    """The requests of one lease, by name and by slot. Counts are int64: such an array indexes another at once.
 
     Attributes:
         slots: slot of each request that runs.
         block_tables: int32 [max_num_seqs, ceil(max_model_len / block_size)]; unused entries are 0, the null block.
-        num_blocks: int32 [max_num_seqs], used entries of each row of `block_tables`.
-        num_computed_tokens: int32 [max_num_seqs], tokens that launched steps compute, prefix hits included.
-        num_prefill_tokens: int32 [max_num_seqs], prompt and outputs that were told with the request.
-        num_outputs: int32 [max_num_seqs], outputs that exist or that a launched step samples.
-        seeds: uint64 [max_num_seqs], the bits of each request's signed seed.
+        num_blocks: int64 [max_num_seqs], used entries of each row of `block_tables`.
+        num_computed_tokens: int64 [max_num_seqs], tokens that launched steps compute, prefix hits included.
+        num_prefill_tokens: int64 [max_num_seqs], prompt and outputs that were told with the request.
+        num_outputs: int64 [max_num_seqs], outputs that exist or that a launched step samples.
+        seeds: uint64 [max_num_seqs], each request's seed as `random_numbers` wants it.
         params: by slot; None where no request is.
     """
 
@@ -40,10 +41,10 @@ class RunningRequests:
         self._model = model
         self.slots: dict[str, int] = {}
         self.block_tables = np.zeros((rows, width), np.int32)
-        self.num_blocks = np.zeros(rows, np.int32)
-        self.num_computed_tokens = np.zeros(rows, np.int32)
-        self.num_prefill_tokens = np.zeros(rows, np.int32)
-        self.num_outputs = np.zeros(rows, np.int32)
+        self.num_blocks = np.zeros(rows, np.int64)
+        self.num_computed_tokens = np.zeros(rows, np.int64)
+        self.num_prefill_tokens = np.zeros(rows, np.int64)
+        self.num_outputs = np.zeros(rows, np.int64)
         self.seeds = np.zeros(rows, np.uint64)
         self.params: list[SamplingParams | None] = [None] * rows
         self._token_ids: list[Int32 | None] = [None] * rows
@@ -82,7 +83,7 @@ class RunningRequests:
         self.num_computed_tokens[slot] = computed
         self.num_prefill_tokens[slot] = len(token_ids)
         self.num_outputs[slot] = len(new.spec.output_token_ids)
-        self.seeds[slot] = new.spec.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.seeds[slot] = mix_seed(new.spec.sampling.seed)
         self.params[slot] = new.spec.sampling
         self.append_blocks(slot, new.block_ids)
 
@@ -103,11 +104,11 @@ class RunningRequests:
         for block_id in block_ids:
             if not 1 <= block_id < num_blocks:
                 raise refuse("block", block_id, f"[1, {num_blocks}); block 0 is the null block")
-        row = self.block_tables[slot]
-        if used + len(block_ids) > len(row):
-            raise refuse("blocks of one request", used + len(block_ids), f"at most {len(row)}, max_model_len")
-        row[used : used + len(block_ids)] = block_ids
-        self.num_blocks[slot] = used + len(block_ids)
+        end, width = used + len(block_ids), self.block_tables.shape[1]
+        if end > width:
+            raise refuse("blocks of one request", end, f"at most {width}, max_model_len")
+        self.block_tables[slot, used:end] = block_ids
+        self.num_blocks[slot] = end
 
     def remove(self, req_id: str) -> None:
         """Forgets a request; its slot is free. Raises InternalError for a request that is not known."""
@@ -115,7 +116,7 @@ class RunningRequests:
         del self.slots[req_id]
         self.params[slot] = None
         self._token_ids[slot] = None
-        self.block_tables[slot] = 0
+        self.block_tables[slot, : self.num_blocks[slot]] = 0
         self.num_blocks[slot] = 0
 
     def clear(self) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from holdback.types import ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
 
@@ -102,7 +103,12 @@ class StepResult:
 
 
 class Device(abc.ABC):
-    """One device group with a model on it. Not thread-safe: one thread drives it.
+    """One device group with a model on it.
+
+    Steps overlap: `start_request` and `launch` are called by one thread while another waits in `collect`, and up to
+    `limits.max_steps_in_flight` launched steps are not collected yet. The arrays of a step stay as they are until it is
+    collected, so a device need not copy them. A device that cannot promise to run steps strictly in the order of their
+    launch, each with the requests that were started before it, sets `max_steps_in_flight` to 1.
 
     Attributes:
         kind: "cpu", "neuron" or "simulated", for people and logs only.
@@ -132,19 +138,26 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def start_request(self, slot: int, spec: RequestSpec) -> None:
-        """Tells of a request before its first chunk, so that what sampling counts for `slot` starts from it."""
+        """Tells of a request before its first chunk, so that what sampling counts for `slot` starts from it.
+
+        The slot may still belong to a request that ended and has a row in a launched step. That row comes first.
+        """
 
     @abc.abstractmethod
     def launch(self, inputs: StepInputs) -> object:
-        """Starts a step and returns a ticket for `collect`. Raises ValueError for a shape that is not declared."""
+        """Starts a step and returns a ticket for `collect`, without waiting for the steps before it.
+
+        Raises:
+            ValueError: a shape that is not declared.
+        """
 
     @abc.abstractmethod
     def collect(self, ticket: object) -> StepResult:
-        """Waits for a launched step. Tickets are collected in the order of their launch."""
+        """Waits for a launched step. Tickets are collected in the order of their launch. Raises what made it fail."""
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Forgets every request and zeroes KV memory and `last_token`; for a new lease."""
+        """Forgets every request and zeroes KV memory and `last_token`; for a new lease. Nothing is in flight."""
 
     def close(self) -> None:  # noqa: B027 - most devices hold nothing that outlives the object
         """Frees what the process would not free by ending."""

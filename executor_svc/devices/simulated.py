@@ -9,8 +9,13 @@ position p is. All is right when position_p is p, and then `expected_tokens` tel
 wrong block, a block twice, a wrong position, a token left out or a write into somebody else's block change it. Tokens
 below 16 are never the answer, so EOS ids below 16 never end a request and a test chooses when one does.
 
-What is covered: shapes (anything but a declared graph is refused), KV memory with the sink, `last_token`, order of
-steps, time, failures on demand. What is not: sampling parameters other than `num_logprobs` change nothing.
+A step runs when the one before it has ended, not when it is launched: it reads its arrays, KV memory and `last_token`
+then, as a device with two steps in flight does. So arrays that are written over too early, or a slot or block that
+reaches its next owner before the last step of the one before, give a wrong answer or an error.
+
+What is covered: shapes (anything but a declared graph is refused), KV memory with the sink, `last_token`, the count of
+outputs of each slot, order of steps, time, failures on demand. What is not: sampling parameters other than
+`num_logprobs` change nothing.
 
 To answer for 256 rows in microseconds each block keeps two sums of its content, v = token + position at offset o:
 `plain` is the sum of v, `weighted` the sum of v * (o + 1). As the j-th block of a table it adds weighted + j *
@@ -21,13 +26,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from executor_svc.devices.base import Device, GraphKey, Int32, StepInputs, StepResult
+from executor_svc.devices.base import Device, GraphKey, Int32, SamplingInputs, StepInputs, StepResult
 from holdback.buckets import check_limits
 from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
@@ -74,8 +80,8 @@ class SimulatedFaults:
 
     Attributes:
         nan_token_id: the row fails as if its logits were not finite, and every later row that can see the token.
-        error_token_id: `launch` raises RuntimeError.
-        hang_token_id: `collect` does not return until the device is closed.
+        error_token_id: the step raises RuntimeError, and so does every step behind it until `reset`.
+        hang_token_id: the step does not end until the device is closed.
     """
 
     nan_token_id: int | None = None
@@ -83,15 +89,26 @@ class SimulatedFaults:
     hang_token_id: int | None = None
 
 
-@dataclass(slots=True)
-class _Ticket:
-    result: StepResult
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A request that begins in a slot, with the outputs that it already has."""
+
+    slot: int
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A launched step, which is its own ticket."""
+
+    inputs: StepInputs
+    device_us: int
     done_at_s: float
-    hangs: bool
 
 
 class SimulatedDevice(Device):
-    """See the module. `launch` returns at once; the device works on one step after the other on a timeline of its own.
+    """See the module. Its timeline: a step ends its latency after the end of the step before it, or after its launch
+    where that is later.
 
     Raises:
         ConfigError: limits that K1 or K2 refuse, or a vocabulary of fewer than 17 tokens.
@@ -100,6 +117,7 @@ class SimulatedDevice(Device):
         kv_token_ids: int32 [num_blocks + 1, block_size], what was written; the last block is the sink.
         kv_positions: int32, the same shape.
         last_token: int32 [max_num_seqs + 1]; the last row takes what padding writes.
+        num_outputs: int32 [max_num_seqs + 1], outputs of each slot's request; a step that says otherwise is refused.
     """
 
     kind = "simulated"
@@ -125,46 +143,69 @@ class SimulatedDevice(Device):
         self._graphs = frozenset(self.declared_graphs())
         self._closed = threading.Event()
         self._busy_until_s = 0.0
+        self._to_do: deque[_Start | _Launched] = deque()
+        self._has_failed = False
         num_blocks = limits.num_blocks + 1
         self.kv_token_ids = np.zeros((num_blocks, limits.block_size), np.int32)
         self.kv_positions = np.zeros((num_blocks, limits.block_size), np.int32)
         self.last_token = np.zeros(limits.max_num_seqs + 1, np.int32)
+        self.num_outputs = np.zeros(limits.max_num_seqs + 1, np.int32)
         self._plain = np.zeros(num_blocks, np.int64)
         self._weighted = np.zeros(num_blocks, np.int64)
         self._weights = np.arange(1, limits.block_size + 1, dtype=np.int64)
 
     def start_request(self, slot: int, spec: RequestSpec) -> None:
-        """Nothing of a request but its tokens counts here."""
+        """Of a request only its tokens and the number of its outputs count here."""
+        self._to_do.append(_Start(slot, len(spec.output_token_ids)))
 
     def launch(self, inputs: StepInputs) -> object:
         self._check_shapes(inputs)
-        num_rows = 1 if inputs.key.phase is Phase.PREFILL else inputs.num_tokens
-        token_ids = self.last_token[inputs.slots] if inputs.input_ids is None else inputs.input_ids
-        computed = token_ids[: inputs.num_tokens]
-        if self._contains(computed, self._faults.error_token_id):
-            raise RuntimeError(f"the simulated device fails on token {self._faults.error_token_id}")
-        self._write(token_ids, inputs.positions, inputs.slot_mapping)
-        result = StepResult(np.zeros(0, np.int32), device_us=self._latencies.of(inputs.key))
-        if inputs.sampling is not None:
-            self._sample(inputs, num_rows, result)
-        start_s = max(self._clock_s(), self._busy_until_s)
-        self._busy_until_s = start_s + result.device_us / 1e6
-        return _Ticket(result, self._busy_until_s, self._contains(computed, self._faults.hang_token_id))
+        device_us = self._latencies.of(inputs.key)
+        self._busy_until_s = max(self._clock_s(), self._busy_until_s) + device_us / 1e6
+        launched = _Launched(inputs, device_us, self._busy_until_s)
+        self._to_do.append(launched)
+        return launched
 
     def collect(self, ticket: object) -> StepResult:
-        if not isinstance(ticket, _Ticket):
+        """Runs the step and waits for its end. Raises RuntimeError for a step that fails on demand."""
+        if not isinstance(ticket, _Launched):
             raise TypeError(f"ticket is {type(ticket).__name__}; allowed: what launch returned")
-        if ticket.hangs:
-            self._closed.wait()
+        while self._to_do and isinstance(item := self._to_do[0], _Start):
+            self.num_outputs[item.slot] = item.num_outputs
+            self._to_do.popleft()
+        if not self._to_do or self._to_do[0] is not ticket:
+            raise ValueError("ticket is not that of the oldest launched step; allowed: tickets in the order of launch")
+        self._to_do.popleft()
+        result = self._run(ticket)
         self._sleep(max(0.0, ticket.done_at_s - self._clock_s()))
-        return ticket.result
+        return result
 
     def reset(self) -> None:
-        for array in (self.kv_token_ids, self.kv_positions, self.last_token, self._plain, self._weighted):
+        tables = (self.kv_token_ids, self.kv_positions, self.last_token, self.num_outputs, self._plain, self._weighted)
+        for array in tables:
             array.fill(0)
+        self._to_do.clear()
+        self._has_failed = False
 
     def close(self) -> None:
         self._closed.set()
+
+    def _run(self, step: _Launched) -> StepResult:
+        if self._has_failed:
+            raise RuntimeError("the simulated device failed in a step before this one")
+        inputs = step.inputs
+        token_ids = self.last_token[inputs.slots] if inputs.input_ids is None else inputs.input_ids
+        computed = token_ids[: inputs.num_tokens]
+        if self._contains(computed, self._faults.error_token_id):
+            self._has_failed = True
+            raise RuntimeError(f"the simulated device fails on token {self._faults.error_token_id}")
+        if self._contains(computed, self._faults.hang_token_id):
+            self._closed.wait()
+        self._write(token_ids, inputs.positions, inputs.slot_mapping)
+        result = StepResult(np.zeros(0, np.int32), device_us=step.device_us)
+        if inputs.sampling is not None:
+            self._sample(inputs, inputs.sampling, result)
+        return result
 
     def _check_shapes(self, inputs: StepInputs) -> None:
         """Refuses everything that a graph compiled for `inputs.key` could not take."""
@@ -191,15 +232,20 @@ class SimulatedDevice(Device):
 
     def _write(self, token_ids: Int32, positions: Int32, slot_mapping: Int32) -> None:
         block_size = self.limits.block_size
-        places = np.where(slot_mapping < 0, self.limits.num_blocks * block_size, slot_mapping)
+        places = np.where(slot_mapping < 0, self.limits.num_blocks * block_size, slot_mapping).astype(np.int64)
         self.kv_token_ids.reshape(-1)[places] = token_ids
         self.kv_positions.reshape(-1)[places] = positions
-        blocks = np.unique(places // block_size)
+        blocks = places // block_size
+        if len(blocks) > self.limits.max_num_seqs:
+            blocks = np.unique(blocks)  # a chunk has many tokens in each block
         values = self.kv_token_ids[blocks].astype(np.int64) + self.kv_positions[blocks]
         self._plain[blocks] = values.sum(axis=1)
         self._weighted[blocks] = values @ self._weights
 
-    def _sample(self, inputs: StepInputs, num_rows: int, result: StepResult) -> None:
+    def _sample(self, inputs: StepInputs, sampling: SamplingInputs, result: StepResult) -> None:
+        num_rows = 1 if inputs.key.phase is Phase.PREFILL else inputs.num_tokens
+        slots = inputs.slots[:num_rows]
+        self._count_outputs(slots, sampling.num_outputs[:num_rows])
         tables, lengths = inputs.block_tables[:num_rows], inputs.context_lens[:num_rows].astype(np.int64)
         sums = self._context_sums(tables, lengths)
         token_ids = (NUM_RESERVED_TOKENS + sums % (self.model.vocab_size - NUM_RESERVED_TOKENS)).astype(np.int32)
@@ -207,11 +253,19 @@ class SimulatedDevice(Device):
         token_ids[failed] = 0
         result.token_ids = token_ids
         result.failed_rows = failed.tolist()
-        self.last_token[inputs.slots[:num_rows]] = token_ids
-        if inputs.sampling is not None:
-            params = inputs.sampling.params[:num_rows]
-            if any(row is not None and row.num_logprobs is not None for row in params):
-                result.logprobs = [_certain(row, int(token)) for row, token in zip(params, token_ids, strict=True)]
+        self.last_token[slots] = token_ids
+        params = sampling.params[:num_rows]
+        if any(row is not None and row.num_logprobs is not None for row in params):
+            result.logprobs = [_certain(row, int(token)) for row, token in zip(params, token_ids, strict=True)]
+
+    def _count_outputs(self, slots: Int32, told: Int32) -> None:
+        """One output more for each slot. The padding row, which a warm-up uses, counts nothing."""
+        differ = np.flatnonzero((self.num_outputs[slots] != told) & (slots != self.limits.max_num_seqs))
+        if differ.size:
+            row = int(differ[0])
+            counted = self.num_outputs[slots[row]]
+            raise ValueError(f"num_outputs of slot {slots[row]} is {told[row]}; allowed: {counted}, what was sampled")
+        self.num_outputs[slots] = told + 1
 
     def _context_sums(self, tables: Int32, lengths: Int64) -> Int64:
         """The sum of the module's formula for each row: int64 [rows]."""

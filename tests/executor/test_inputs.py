@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from executor_svc.devices.base import GraphKey, StepInputs
-from executor_svc.inputs import InputBuilder, uniform_numbers
+from executor_svc.inputs import DecodeRows, InputBuilder
+from executor_svc.random_numbers import mix_seed, uniform_numbers
 from executor_svc.requests import RunningRequests
 from holdback.types import NewRequestData, Phase, RequestSpec, SamplingParams
 from tests.executor.builders import build_device
@@ -34,7 +37,10 @@ def prefill(builder: InputBuilder, slot: int, num_tokens: int, size: int) -> Ste
 
 
 def decode(builder: InputBuilder, rows: list[int], size: int) -> StepInputs:
-    return builder.build_decode(GraphKey(Phase.DECODE, size, 32), np.array(rows, np.intp))
+    """A decode of the requests in these slots."""
+    requests = builder._requests
+    batch = DecodeRows(requests, [f"r{slot}" for slot in rows], size)
+    return builder.build_decode(GraphKey(Phase.DECODE, size, 32), batch, requests.num_computed_tokens[rows])
 
 
 def test_a_prefill_chunk_is_padded_to_its_bucket() -> None:
@@ -89,7 +95,7 @@ def test_outputs_of_an_earlier_run_are_prefilled_and_counted() -> None:
     assert inputs.sampling is not None
     assert inputs.sampling.num_outputs.tolist() == [3]
     assert (
-        inputs.sampling.uniform.tolist() == uniform_numbers(np.array([9], np.uint64), np.array([3], np.int32)).tolist()
+        inputs.sampling.uniform.tolist() == uniform_numbers(np.array([mix_seed(9)], np.uint64), np.array([3])).tolist()
     )
 
 
@@ -166,30 +172,81 @@ def test_a_row_given_to_another_request_does_not_reach_into_a_built_step() -> No
     assert inputs.slot_mapping.tolist() == [23]
 
 
-@pytest.mark.parametrize(
-    ("seed", "index", "expected"),
-    [(0, 0, 10946269), (0, 1, 11764387), (1, 0, 6177195), (-1, 0, 6144522), (-1, 7, 12144326)],
+def test_a_step_with_the_rows_of_the_one_before_gets_the_blocks_that_came_since() -> None:
+    builder, running = builder_with(request([11, 12, 13], 0, [5]), request([21, 22, 23], 1, [6]))
+    running.num_computed_tokens[:2] = 3
+    rows = DecodeRows(running, ["r0", "r1"], 2)
+
+    def step() -> list[list[int]]:
+        inputs = builder.build_decode(GraphKey(Phase.DECODE, 2, 32), rows, running.num_computed_tokens[:2])
+        running.num_computed_tokens[:2] += 1
+        return [inputs.block_tables[:, :4].tolist(), inputs.slot_mapping.tolist()]
+
+    assert step() == [[[5, 0, 0, 0], [6, 0, 0, 0]], [23, 27]]
+    running.append_blocks(0, [7])
+    running.append_blocks(1, [8, 9])
+    assert step() == [[[5, 7, 0, 0], [6, 8, 9, 0]], [28, 32]]
+    assert step() == [[[5, 7, 0, 0], [6, 8, 9, 0]], [29, 33]]
+    running.append_blocks(0, [2])
+    assert step() == [[[5, 7, 2, 0], [6, 8, 9, 0]], [30, 34]]
+    assert step() == [[[5, 7, 2, 0], [6, 8, 9, 0]], [31, 35]]
+
+
+def test_random_numbers_made_ahead_are_those_of_each_output() -> None:
+    _, running = builder_with(request([11], 2, [5], seed=42), request([21], 0, [6], outputs=(50, 51), seed=7))
+    rows = DecodeRows(running, ["r0", "r2"], 4)
+    seeds = np.array([mix_seed(7), mix_seed(42)], np.uint64)
+    for step in range(40):
+        counted = np.array([2 + step, step], np.int64)
+        assert rows.uniform(counted).tolist() == [*uniform_numbers(seeds, counted).tolist(), 0.0, 0.0]
+
+
+Prefill = tuple[int]
+Decode = tuple[list[int], list[int]]
+
+prefills = st.tuples(st.integers(0, 3))
+decodes = st.tuples(
+    st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), st.lists(st.integers(0, 3), max_size=2)
 )
-def test_random_numbers_are_those_of_splitmix64(seed: int, index: int, expected: int) -> None:
-    """The literals are the top 24 bits, worked out with whole numbers from the published algorithm."""
-    seeds = np.array([seed & (2**64 - 1)], np.uint64)
-    assert uniform_numbers(seeds, np.array([index], np.int32)).tolist() == [expected / 2**24]
 
 
-@pytest.mark.case("B32")
-def test_a_random_number_depends_on_seed_and_index_alone() -> None:
-    seeds, indices = np.array([42, 7, 42], np.uint64), np.array([3, 3, 4], np.int32)
-    together = uniform_numbers(seeds, indices)
-    for row in range(3):
-        assert uniform_numbers(seeds[row : row + 1], indices[row : row + 1]).tolist() == [together[row]]
-    assert len(set(together.tolist())) == 3
+@given(st.lists(st.one_of(prefills, decodes, st.just("again")), max_size=30))
+def test_whatever_was_built_before_a_step_is_built_as_the_first_one(moves: list[Prefill | Decode | str]) -> None:
+    """A move is a prefill of a slot, a decode of slots in that order after more blocks for some, or the same again."""
+    device = build_device(max_model_len=256, num_blocks=257, block_size=4)
+    running = RunningRequests(device.limits, device.model)
+    for slot in range(4):
+        running.add(request([11, 12, 13], slot, [slot + 1], seed=slot))
+    builder, rows, blocks = InputBuilder(device.limits, running), None, iter(range(5, 257))
+    for move in moves:
+        if isinstance(move, tuple) and len(move) == 1:
+            running.num_computed_tokens[move[0]] = 0
+            built, first = (prefill(each, move[0], 3, 4) for each in (builder, InputBuilder(device.limits, running)))
+            running.num_computed_tokens[move[0]], running.num_outputs[move[0]] = 3, 1
+            assert_equal(built, first)
+            rows = None
+            continue
+        if move != "again" or rows is None:
+            slots, growing = move if isinstance(move, tuple) else ([2, 0], [])
+            rows = DecodeRows(running, [f"r{slot}" for slot in slots], 4)
+            for slot in growing:
+                running.append_blocks(slot, [next(blocks)])
+        for slot in rows.slots.tolist():
+            if running.num_blocks[slot] * 4 <= running.num_computed_tokens[slot]:
+                running.append_blocks(slot, [next(blocks)])
+        key, computed = GraphKey(Phase.DECODE, 4, 256), running.num_computed_tokens[rows.slots]
+        built = builder.build_decode(key, rows, computed)
+        anew = DecodeRows(running, rows.req_ids, 4)
+        assert_equal(built, InputBuilder(device.limits, running).build_decode(key, anew, computed))
+        running.num_computed_tokens[rows.slots] += 1
+        running.num_outputs[rows.slots] += 1
 
 
-def test_random_numbers_fill_the_unit_interval_evenly_for_neighbouring_seeds() -> None:
-    seeds = np.repeat(np.arange(100, dtype=np.uint64), 100)
-    numbers = uniform_numbers(seeds, np.tile(np.arange(100, dtype=np.int32), 100))
-    assert numbers.dtype == np.float32
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
-    assert abs(counts - 1000).max() < 150  # five standard deviations of 30
+def assert_equal(built: StepInputs, first: StepInputs) -> None:
+    for name in ("positions", "slot_mapping", "block_tables", "context_lens", "slots"):
+        assert getattr(built, name).tolist() == getattr(first, name).tolist(), name
+    assert built.sampling is not None
+    assert first.sampling is not None
+    assert built.sampling.params == first.sampling.params
+    assert built.sampling.num_outputs.tolist() == first.sampling.num_outputs.tolist()
+    assert built.sampling.uniform.tolist() == first.sampling.uniform.tolist()

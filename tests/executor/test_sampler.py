@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.draw import draw, keep_mask
-from executor_svc.inputs import uniform_numbers
+from executor_svc.random_numbers import mix_seed, uniform_numbers
 from executor_svc.sampler import Sampled, Sampler
 from holdback.errors import InvalidArgumentError
 from holdback.types import RequestSpec, SamplingParams
@@ -211,7 +211,7 @@ def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:
     filtered = SamplingParams(temperature=1.3, top_p=0.9, seed=7)
 
     def number(seed: int, output: int) -> float:
-        return float(uniform_numbers(np.array([seed], np.uint64), np.array([output], np.int32))[0])
+        return float(uniform_numbers(np.array([mix_seed(seed)], np.uint64), np.array([output], np.int32))[0])
 
     def run(peers: Sequence[SamplingParams], row: int) -> list[int]:
         sampler = Sampler(8, 100, [EOS])

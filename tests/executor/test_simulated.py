@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from executor_svc.devices.base import GraphKey, StepInputs
+from executor_svc.devices.base import GraphKey, SamplingInputs, StepInputs
 from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies, expected_tokens
 from executor_svc.runner import NeuronModelRunner
 from holdback.errors import ConfigError
@@ -39,8 +39,7 @@ def test_every_length_around_a_block_border_is_right(length: int, steps: Steps) 
 def one_decode(device: SimulatedDevice, table: list[int], *, context: int, place: int) -> int:
     """The token of one decode row by hand, with its input from row 0 of `last_token`."""
     key = GraphKey(Phase.DECODE, 1, 32)
-    runner = NeuronModelRunner(device)
-    sampling = runner._inputs._sampling(np.array([0]), 1)
+    sampling = SamplingInputs([SamplingParams()], np.array([1], np.int32), np.array([0.5], np.float32))
     block_table = np.array([table + [0] * (8 - len(table))], np.int32)
     inputs = StepInputs(
         key=key,
@@ -171,6 +170,59 @@ def test_a_step_fails_on_the_token_that_was_chosen_for_it(steps: Steps) -> None:
     assert generate(runner, steps, first, 2) == ANSWER[:2]
     with pytest.raises(RuntimeError, match="fails on token 72"):
         runner.execute(steps.decode("r"))
+
+
+def test_a_step_behind_a_failed_one_fails_too_until_a_reset(steps: Steps) -> None:
+    runner = build_runner(faults=SimulatedFaults(error_token_id=99))
+    failed = runner.launch(steps.new("bad", [98, 99], slot=0, blocks=[1]))
+    behind = runner.launch(steps.new("good", PROMPT, slot=1, blocks=[2]))
+    with pytest.raises(RuntimeError, match="fails on token 99"):
+        runner.collect(failed)
+    with pytest.raises(RuntimeError, match="failed in a step before this one"):
+        runner.collect(behind)
+    runner.reset()
+    assert generate(runner, Steps(), Steps().new("good", PROMPT), 1) == ANSWER[:1]
+
+
+def test_a_step_reads_its_arrays_when_it_runs_and_not_when_it_is_launched() -> None:
+    device = build_device()
+    inputs = StepInputs(
+        key=GraphKey(Phase.PREFILL, 4, 32),
+        input_ids=np.array([*PROMPT, 0], np.int32),
+        positions=np.array([0, 1, 2, 2], np.int32),
+        slot_mapping=np.array([4, 5, 6, -1], np.int32),
+        block_tables=np.array([[1, *[0] * 7]], np.int32),
+        context_lens=np.array([3], np.int32),
+        num_tokens=3,
+        slots=np.zeros(1, np.int32),
+        sampling=SamplingInputs([SamplingParams()], np.zeros(1, np.int32), np.zeros(1, np.float32)),
+    )
+    assert device.collect(device.launch(inputs)).token_ids.tolist() == ANSWER[:1]
+    device.reset()
+    ticket = device.launch(inputs)
+    assert not device.kv_token_ids.any()
+    inputs.slot_mapping[:] = [8, 9, 10, -1]  # as if it were the next step's
+    assert device.collect(ticket).token_ids.tolist() != ANSWER[:1]
+
+
+def test_a_count_of_outputs_that_is_not_the_devices_is_refused(steps: Steps) -> None:
+    runner = build_runner()
+    runner.execute(steps.new("r", PROMPT, outputs=[50], blocks=[1, 2]))
+    runner.requests.num_outputs[0] = 1
+    with pytest.raises(ValueError, match="num_outputs of slot 0 is 1; allowed: 2, what was sampled"):
+        runner.execute(steps.decode("r"))
+
+
+def test_a_ticket_out_of_order_or_used_twice_is_refused() -> None:
+    runner = build_runner()
+    device, steps = runner.device, Steps()
+    first, second = runner.launch(steps.new("a", PROMPT)), runner.launch(steps.decode("a"))
+    for ticket in (second.ticket, None):
+        with pytest.raises((ValueError, TypeError), match="ticket is"):
+            device.collect(ticket)
+    device.collect(first.ticket)
+    with pytest.raises(ValueError, match="ticket is not that of the oldest launched step"):
+        device.collect(first.ticket)
 
 
 def test_a_step_hangs_until_the_device_is_closed(steps: Steps) -> None:
