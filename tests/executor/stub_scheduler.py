@@ -165,6 +165,8 @@ class Drive:
         """The next message. Raises the error that the stream ended with, or EOFError when it ended well."""
         try:
             response = await self.call.read()
+            if isinstance(response, executor_pb2.ExecuteResponse) and response.HasField("failed"):
+                response = await self.call.read()  # the status, which says the same
         except grpc.aio.AioRpcError as failure:
             raise rpc.error_from_rpc(failure) from None
         if not isinstance(response, executor_pb2.ExecuteResponse):
