@@ -33,9 +33,10 @@ from holdback.errors import (
 from holdback.types import FinishReason, ModelInfo, RequestSpec, Usage
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
-from scheduler_svc.core.output import RequestUpdate
+from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.prefix_cache import PrefixCacheStats
 from scheduler_svc.core.request import Request, check_request
+from scheduler_svc.fan_out import FanOut
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
 from scheduler_svc.pool import Pool
@@ -65,6 +66,7 @@ class Dispatcher:
         self._clock = clock
         self._num_submissions = 0
         self._submissions: dict[str, Submission] = {}
+        self._fan_outs: dict[Lane, FanOut] = {}
         self._parked = GlobalQueue()
         self._past_prefix_cache = PrefixCacheStats(0, 0)
         self.queue = GlobalQueue()
@@ -201,6 +203,7 @@ class Dispatcher:
         """A lane joins. Raises FailedPreconditionError when its model is not the pool's."""
         self._pool.executor_joined(lane.info.model)
         self.lanes.append(lane)
+        self._fan_outs[lane] = FanOut(self._submissions)
         self._wake_chosen()
 
     def remove_lane(self, lane: Lane, *, is_lost: bool) -> None:
@@ -212,6 +215,7 @@ class Dispatcher:
         past, lanes = self._past_prefix_cache, lane.core.prefix_cache_stats
         self._past_prefix_cache = PrefixCacheStats(past.queries + lanes.queries, past.hits + lanes.hits)
         self.lanes.remove(lane)
+        del self._fan_outs[lane]
         blamed = lane.req_ids_to_blame if is_lost else set()
         moved = []
         for request in lane.core.release_all():
@@ -273,20 +277,13 @@ class Dispatcher:
             )
         self._wake_chosen()
 
-    def update(self, lane: Lane, updates: Sequence[RequestUpdate]) -> None:
+    def update(self, lane: Lane, update: StepUpdate) -> None:
         """Called by a lane with what a step brought."""
-        now = self._clock.now()
-        for update in updates:
-            submission = self._submissions[update.req_id]
-            if update.new_token_ids:
-                if submission.first_token_at is None:
-                    submission.first_token_at = now
-                submission.session.outbox.tokens(
-                    submission.handle, update.output_index, update.new_token_ids, update.logprobs
-                )
-            if update.finish_reason is not None:
-                error = None if update.error is None else _request_error(update.error, lane)
-                self._end(submission, update.finish_reason, error=error, stop_token_id=update.stop_token_id)
+        self._fan_outs[lane].tell(update, self._clock.now())
+        for ending in update.endings:
+            submission = self._submissions[ending.request.req_id]
+            error = None if ending.error is None else _request_error(ending.error, lane)
+            self._end(submission, ending.finish_reason, error=error, stop_token_id=ending.stop_token_id)
 
     def _wake_chosen(self) -> None:
         chosen = self.choose()

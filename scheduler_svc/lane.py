@@ -36,7 +36,7 @@ from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
-from scheduler_svc.core.output import RequestUpdate
+from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.request import Request
 from scheduler_svc.global_queue import LaneQueue
 from scheduler_svc.latency import LatencyTable
@@ -63,7 +63,7 @@ class LaneOwner(Protocol):
     def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
         """Called after a `schedule()` that took requests."""
 
-    def update(self, lane: Lane, updates: Sequence[RequestUpdate]) -> None:
+    def update(self, lane: Lane, update: StepUpdate) -> None:
         """Called with what a step brought."""
 
 
@@ -227,12 +227,12 @@ class Lane:
         while self._received:
             output = self._received.popleft()
             step = self._check_output(output)
-            updates = self.core.update_from_output(step.output, output)
+            update = self.core.update_from_output(step.output, output)
             self._in_flight.popleft()
             self._last_output_at = self._clock.now()
             step.record.duration_us = round((self._last_output_at - step.record.sent_at) * 1e6)
             step.record.timings = output.timings
-            self._owner.update(self, updates)
+            self._owner.update(self, update)
 
     def _check_output(self, output: ModelRunnerOutput) -> _InFlight:
         """The step that `output` answers. The core checks numbers of tokens, and rows, before it changes anything."""

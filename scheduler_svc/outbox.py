@@ -1,7 +1,7 @@
 """What one gateway has not been told yet.
 
-While its stream takes messages, each step's updates leave at once as one message. While it does not, updates of one
-request are merged, so what is held is bounded by the lengths of the answers, and the scheduler never waits for a
+While its stream takes messages, a step's tokens leave at once, as the lists that they came in. While it does not, those
+of one request are merged, so what is held is bounded by the lengths of the answers, and the scheduler never waits for a
 gateway.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,19 @@ from holdback.v1 import scheduler_pb2
 
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Bounds a merged message: with 20 log-probabilities for each token about 11 MB, below the limit of `rpc`."""
+
+MAX_STEPS_KEPT = 32
+"""Steps that wait as they came; with one more the gateway is slow, and they are merged by request."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """One new token for each of some requests, as parallel lists that are not the outbox's to change."""
+
+    handles: Sequence[int]
+    output_indices: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
 
 
 @dataclass(slots=True)
@@ -36,7 +50,9 @@ class Outbox:
     def __init__(self) -> None:
         self._pool: scheduler_pb2.PoolStatus | None = None
         self._started: list[scheduler_pb2.RequestStarted] = []
+        # Tokens in `_pending` are older than those in `_steps`.
         self._pending: dict[int, _Pending] = {}
+        self._steps: deque[_Step] = deque()
         self._ended: list[scheduler_pb2.RequestEnded] = []
         self._filled = asyncio.Event()
 
@@ -55,21 +71,20 @@ class Outbox:
 
     def tokens(
         self,
-        handle: int,
-        output_index: int,
-        token_ids: list[int],
-        logprobs: Sequence[TokenLogprobs | None] | None,
+        handles: Sequence[int],
+        output_indices: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None] = (),
     ) -> None:
-        """New outputs of a request; they follow those given before without a gap. `token_ids` is the outbox's then."""
-        pending = self._pending.get(handle)
-        offset = 0
-        if pending is None:
-            pending = self._pending[handle] = _Pending(output_index, token_ids, [])
-        else:
-            offset = len(pending.token_ids)
-            pending.token_ids += token_ids
-        if logprobs:
-            pending.logprobs += [(offset + i, entry) for i, entry in enumerate(logprobs) if entry is not None]
+        """One new output for each of these requests; it follows those given before without a gap.
+
+        Args:
+            handles: each once. The other lists are parallel; none of them may change afterwards.
+            logprobs: empty when no request asked.
+        """
+        self._steps.append(_Step(handles, output_indices, token_ids, logprobs))
+        if len(self._steps) > MAX_STEPS_KEPT:
+            self._merge()
         self._filled.set()
 
     def ended(
@@ -102,7 +117,7 @@ class Outbox:
             response = scheduler_pb2.ConnectResponse(pool=self._pool)
             self._pool = None
             return response
-        if not (self._started or self._pending or self._ended):
+        if not (self._started or self._pending or self._steps or self._ended):
             self._filled.clear()
             return None
         response = scheduler_pb2.ConnectResponse()
@@ -112,24 +127,47 @@ class Outbox:
     def _fill(self, updates: scheduler_pb2.RequestUpdates) -> None:
         updates.started.extend(self._started)
         self._started.clear()
-        parts = self._take_parts()
-        updates.handles.extend(parts)
-        updates.output_indices.extend([part.output_index for part in parts.values()])
-        updates.token_ids.extend(itertools.chain.from_iterable([part.token_ids for part in parts.values()]))
-        if len(updates.token_ids) != len(parts):
-            updates.num_new_tokens.extend([len(part.token_ids) for part in parts.values()])
-        if any(part.logprobs for part in parts.values()):
-            _fill_logprobs(updates, parts.values())
-        if not self._pending:
+        if self._pending:
+            self._merge()
+            _fill_parts(updates, self._take_parts())
+        else:
+            self._fill_steps(updates)
+        if not self._pending and not self._steps:
             updates.ended.extend(self._ended)
             self._ended.clear()
+
+    def _fill_steps(self, updates: scheduler_pb2.RequestUpdates) -> None:
+        """At most a message full of steps, as they came."""
+        num_tokens = 0
+        while self._steps:
+            step = self._steps[0]
+            if num_tokens and num_tokens + len(step.token_ids) > MAX_TOKENS_PER_MESSAGE:
+                return
+            self._steps.popleft()
+            updates.handles.extend(step.handles)
+            updates.output_indices.extend(step.output_indices)
+            updates.token_ids.extend(step.token_ids)
+            for row, entry in enumerate(step.logprobs):
+                if entry is not None:
+                    updates.logprobs.add(token_index=num_tokens + row, logprobs=codec.encode_logprobs(entry))
+            num_tokens += len(step.token_ids)
+
+    def _merge(self) -> None:
+        """Puts the tokens of each request together."""
+        while self._steps:
+            step = self._steps.popleft()
+            rows = zip(step.handles, step.output_indices, step.token_ids, strict=True)
+            for (handle, output_index, token_id), entry in itertools.zip_longest(rows, step.logprobs):
+                pending = self._pending.get(handle)
+                if pending is None:
+                    pending = self._pending[handle] = _Pending(output_index, [], [])
+                if entry is not None:
+                    pending.logprobs.append((len(pending.token_ids), entry))
+                pending.token_ids.append(token_id)
 
     def _take_parts(self) -> dict[int, _Pending]:
         """At most a message full of tokens, by handle; what is left stays."""
         room = MAX_TOKENS_PER_MESSAGE
-        if sum([len(pending.token_ids) for pending in self._pending.values()]) <= room:
-            parts, self._pending = self._pending, {}
-            return parts
         parts = {}
         for handle in list(self._pending):
             if room == 0:
@@ -150,6 +188,15 @@ class Outbox:
             pending.logprobs = [(offset, entry) for offset, entry in pending.logprobs if offset < room]
             del pending.token_ids[room:]
         return pending
+
+
+def _fill_parts(updates: scheduler_pb2.RequestUpdates, by_handle: dict[int, _Pending]) -> None:
+    parts = by_handle.values()
+    updates.handles.extend(by_handle)
+    updates.output_indices.extend([part.output_index for part in parts])
+    updates.token_ids.extend(itertools.chain.from_iterable([part.token_ids for part in parts]))
+    updates.num_new_tokens.extend([len(part.token_ids) for part in parts])
+    _fill_logprobs(updates, parts)
 
 
 def _fill_logprobs(updates: scheduler_pb2.RequestUpdates, parts: Iterable[_Pending]) -> None:

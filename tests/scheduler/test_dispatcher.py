@@ -8,8 +8,8 @@ import pytest
 
 from holdback.types import SchedulerOutput
 from scheduler_svc import state
-from scheduler_svc.requests import request_id_of
-from tests.scheduler.parts import Simulation, answer_of, build_spec, prompt_of, settle, until
+from scheduler_svc.requests import Session, request_id_of
+from tests.scheduler.parts import Answers, Simulation, answer_of, build_spec, prompt_of, read_outbox, settle, until
 
 Simulate = Callable[..., Simulation]
 
@@ -43,6 +43,25 @@ async def test_each_step_is_one_message_with_the_tokens_of_all(simulate: Simulat
     assert list(update.output_indices) == [1, 1]
     assert not update.num_new_tokens
     assert list(update.token_ids) == [answer_of(prompt_of(1), 2)[1], answer_of(prompt_of(0), 2)[1]]
+
+
+async def test_of_a_step_each_gateway_is_told_its_own_rows_while_they_come_and_go(simulate: Simulate) -> None:
+    simulation = simulate()
+    lane = simulation.add_lane(is_stepped=True)
+    other, told = Session("other gateway"), Answers()
+    simulation.submit(0, build_spec("a", prompt_of(0), max_tokens=9))
+    simulation.dispatcher.submit(other, 0, build_spec("a", prompt_of(1), max_tokens=3, num_logprobs=0))
+    simulation.submit(1, build_spec("b", prompt_of(2), max_tokens=5))
+    simulation.dispatcher.submit(other, 1, build_spec("b", prompt_of(3), max_tokens=7))
+    await settle()
+    while lane.unanswered:
+        await lane.step()
+        read_outbox(other.outbox, told)
+        simulation.read()
+    assert simulation.answers[0].tokens == answer_of(prompt_of(0), 9)
+    assert told[0].tokens == answer_of(prompt_of(1), 3)
+    assert simulation.answers[1].tokens == answer_of(prompt_of(2), 5)
+    assert told[1].tokens == answer_of(prompt_of(3), 7)
 
 
 @pytest.mark.case("B09")

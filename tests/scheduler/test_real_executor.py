@@ -1,4 +1,4 @@
-"""The scheduler over loopback with the real executor server, on the simulated device, whose answers tell a wrong step."""
+"""The scheduler over loopback with a real executor on the simulated device, whose answers tell a wrong step."""
 
 from __future__ import annotations
 

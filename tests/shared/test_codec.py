@@ -307,7 +307,7 @@ def test_why_an_execution_failed_comes_back_with_its_reason(reason, kind):
 
 
 def test_a_reason_of_a_newer_executor_is_taken_for_a_fault():
-    error = codec.decode_execution_failed(executor_pb2.ExecutionFailed(reason=999, message="new"))
+    error = codec.decode_execution_failed(executor_pb2.ExecutionFailed.FromString(b"\x08\xe7\x07"))
     assert error.reason is ErrorReason.INTERNAL
 
 
