@@ -27,13 +27,13 @@ from typing import Protocol
 
 from memory_grpc import MemoryServer, MemoryStream, in_memory
 from report import Table, parse_numbers, parser_of, ratio, write_json
-from steady import EOS_TOKEN_IDS, TOKEN, Answerer, SamplingRows, executor_info, request_spec
+from steady import EOS_TOKEN_IDS, TOKEN, VERSION, Answerer, SamplingRows, executor_info, request_spec
 from vllm_peer import VllmPeer
 
 from holdback import codec
 from holdback.telemetry import configure_logging
-from holdback.types import PROTOCOL_VERSION, ExecutorInfo, ModelRunnerOutput, SchedulerOutput
-from holdback.v1 import executor_pb2, scheduler_pb2, types_pb2
+from holdback.types import ExecutorInfo, ModelRunnerOutput, SchedulerOutput
+from holdback.v1 import executor_pb2, scheduler_pb2
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
@@ -42,7 +42,6 @@ from scheduler_svc.lane import scheduler_config
 from scheduler_svc.server import SchedulerServer
 
 SERVICE = "/holdback.v1.SchedulerService/"
-VERSION = types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1])
 NUM_WARM_UP_STEPS = 20
 NUM_COLD_STEPS = 3  # of each turn, not counted
 STEP_TIMEOUT_S = 60.0

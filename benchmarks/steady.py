@@ -6,6 +6,7 @@ from holdback import codec
 from holdback.buckets import get_default_num_batched_tokens_buckets, get_default_num_seqs_buckets
 from holdback.codec import StepDecoder
 from holdback.types import (
+    PROTOCOL_VERSION,
     ExecutorInfo,
     ExecutorLimits,
     GraphLatency,
@@ -17,7 +18,7 @@ from holdback.types import (
     SchedulerOutput,
     StepTimings,
 )
-from holdback.v1 import executor_pb2
+from holdback.v1 import executor_pb2, types_pb2
 
 BLOCK_SIZE = 16
 NUM_PROMPT_TOKENS = 64  # and up to a block more, so that requests do not all need a block in the same step
@@ -27,18 +28,26 @@ VOCAB_SIZE = 32_000
 EOS_TOKEN_IDS = (2,)
 TOKEN = 1000
 LATENCY_US = 10_000
+VERSION = types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1])
 
 
 def executor_info(
-    max_num_seqs: int, num_at_full_length: int, *, lease: str = "a lease of 16 to 64 bytes"
+    max_num_seqs: int,
+    num_at_full_length: int,
+    *,
+    executor_id: str = "executor-0",
+    lease: str = "a lease of 16 to 64 bytes",
+    port: int = 1,
+    decode_us: int = LATENCY_US,
+    prefill_us: int = LATENCY_US,
 ) -> ExecutorInfo:
-    """An executor with blocks for just so many requests of `MAX_MODEL_LEN`."""
+    """An executor with blocks for just so many requests of `MAX_MODEL_LEN`. Every prefill takes the same time."""
     sizes = tuple(get_default_num_batched_tokens_buckets(MAX_NUM_BATCHED_TOKENS))
     rows = tuple(get_default_num_seqs_buckets(max_num_seqs))
     return ExecutorInfo(
-        executor_id="executor-0",
+        executor_id=executor_id,
         lease=lease,
-        port=1,
+        port=port,
         model=ModelInfo("steady", "steady", VOCAB_SIZE, EOS_TOKEN_IDS, MAX_MODEL_LEN),
         limits=ExecutorLimits(
             block_size=BLOCK_SIZE,
@@ -49,19 +58,19 @@ def executor_info(
             num_seqs_buckets=rows,
         ),
         latencies=(
-            *(GraphLatency(Phase.PREFILL, size, MAX_MODEL_LEN, LATENCY_US) for size in sizes),
-            *(GraphLatency(Phase.DECODE, size, MAX_MODEL_LEN, LATENCY_US) for size in rows),
+            *(GraphLatency(Phase.PREFILL, size, MAX_MODEL_LEN, prefill_us) for size in sizes),
+            *(GraphLatency(Phase.DECODE, size, MAX_MODEL_LEN, decode_us) for size in rows),
         ),
         device="simulated",
     )
 
 
-def request_spec(number: int) -> RequestSpec:
-    """A request with a prompt of its own that may grow to `MAX_MODEL_LEN`."""
+def request_spec(number: int, max_tokens: int = MAX_MODEL_LEN) -> RequestSpec:
+    """A request with a prompt of its own; without `max_tokens` it may grow to `MAX_MODEL_LEN`."""
     num_prompt = NUM_PROMPT_TOKENS + number % BLOCK_SIZE
     prompt = [3 + (number * 31 + i) % 31_000 for i in range(num_prompt)]
-    sampling = SamplingParams(max_tokens=MAX_MODEL_LEN - num_prompt, ignore_eos=True, seed=number)
-    return RequestSpec(f"request-{number}", prompt, sampling)
+    max_tokens = min(max_tokens, MAX_MODEL_LEN - num_prompt)
+    return RequestSpec(f"request-{number}", prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=number))
 
 
 class SamplingRows:

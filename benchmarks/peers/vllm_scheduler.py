@@ -118,12 +118,14 @@ def build_config(folder, *, max_num_seqs, max_model_len, num_blocks, is_async):
     )
     cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     cache_config.num_gpu_blocks = num_blocks
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model_config,
         scheduler_config=scheduler_config,
         cache_config=cache_config,
         device_config=DeviceConfig("cpu"),
     )
+    config.scheduler_config.async_scheduling = is_async  # the platform has switched it off, for the model runner's sake
+    return config
 
 
 def build_scheduler(job, folder):
