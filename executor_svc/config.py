@@ -78,6 +78,15 @@ class ExecutorConfig(ServiceConfig):
     drain_timeout_s: float = pydantic.Field(
         5.0, gt=0, le=3600, description="how long a stop waits for the step that runs before the process ends anyway"
     )
+    step_timeout_factor: float = pydantic.Field(
+        20.0,
+        ge=1,
+        le=1000,
+        description="a step that takes this many times its expected time ends the process, status 3",
+    )
+    min_step_timeout_s: float = pydantic.Field(
+        10.0, gt=0, le=3600, description="no step ends the process before this many seconds"
+    )
     simulated_vocab_size: int = pydantic.Field(32_000, ge=17, le=2**20, description="simulated device: vocabulary")
     simulated_eos_token_ids: TokenIds = pydantic.Field((2,), description="simulated device: EOS ids, as a,b")
     simulated_fingerprint: str = pydantic.Field(

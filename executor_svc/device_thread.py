@@ -1,7 +1,12 @@
-"""The one thread that drives the device.
+"""The threads that drive the device: one launches steps, another collects their results.
 
-What is posted runs strictly in the order of posting, so the event loop keeps parsing and answering health checks while
-a step or a warm-up takes its time. It is a daemon thread: a step that never returns does not keep the process alive.
+    launch    |step 0||step 1|           |step 2|
+    device           |---- step 0 ----||---- step 1 ----||---- step 2 ----|
+    collect                             |step 0|          |step 1|          |step 2|
+
+A step is launched while the one before it runs, so the device never waits for the host between two steps; its result
+goes out as soon as it is there, whether or not another step comes. Whatever else concerns the device, from loading to
+voiding its memory, runs on one of the two threads, so that the event loop keeps parsing and answering health checks.
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,18 +22,14 @@ T = TypeVar("T")
 
 
 class DeviceThread:
-    """Runs calls one after the other. `post` and `call` may be used from any thread that `call`'s loop runs on."""
+    """Runs calls one after the other, strictly in the order of posting. Any thread may post.
 
-    def __init__(self) -> None:
+    It is a daemon thread: a call that never returns does not keep the process alive.
+    """
+
+    def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._busy_since_s: float | None = None
-
-    @property
-    def busy_s(self) -> float:
-        """How long the call that runs now has run; 0 when none does. What a watchdog of steps looks at."""
-        since = self._busy_since_s
-        return 0.0 if since is None else time.monotonic() - since
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -67,9 +67,45 @@ class DeviceThread:
         """Ends the thread after what is posted."""
         self._calls.put(None)
 
+    def has_ended(self, timeout_s: float) -> bool:
+        """Waits for the end after a `stop`. False when a call takes longer."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._busy_since_s = time.monotonic()
             call()
-            self._busy_since_s = None
             del call  # what it holds must not live until the next one comes
+
+
+class DeviceThreads:
+    """Both threads.
+
+    Attributes:
+        launching: does what comes before a step runs, and what happens while none does.
+        collecting: waits for steps.
+    """
+
+    def __init__(self) -> None:
+        self.launching = DeviceThread("launching")
+        self.collecting = DeviceThread("collecting")
+
+    def start(self) -> None:
+        self.launching.start()
+        self.collecting.start()
+
+    async def call_when_idle(self, function: Callable[[], T]) -> T:
+        """Runs a call once every step that was posted is launched and collected, or skipped."""
+        await self.launching.call(_nothing)
+        return await self.collecting.call(function)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends both threads. False when one of them still works after `timeout_s`."""
+        self.launching.stop()
+        self.collecting.stop()
+        return self.launching.has_ended(timeout_s) and self.collecting.has_ended(timeout_s)
+
+
+def _nothing() -> None:
+    """Done when everything before it is."""

@@ -1,29 +1,36 @@
 """One `Execute` stream: steps in, results out, strictly in order.
 
-The event loop parses a step and posts it to the device thread, which runs it; the loop sends what it answers. The first
-step that fails ends the stream, and nothing that was sent behind it is run: it was scheduled on the belief that the
-failed step happens.
+The event loop only parses. Each step goes to the launching thread, which applies its changes and launches it while the
+step before it still runs, then to the collecting thread, which waits for it; the loop sends what it answers. At most
+`max_steps_in_flight` steps are launched and not collected.
+
+The first failure ends the stream, after the answers to the steps before it. Nothing that was sent behind a failed step
+is launched any more, and no result of what was is sent: it was scheduled on the belief that the failed step happens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import structlog
 
-from executor_svc.device_thread import DeviceThread
-from executor_svc.runner import NeuronModelRunner
+from executor_svc.device_thread import DeviceThreads
+from executor_svc.runner import LaunchedStep, NeuronModelRunner
 from holdback.codec import StepDecoder, encode_runner_output
 from holdback.errors import FailedPreconditionError, HoldbackError, InternalError, InvalidArgumentError
 from holdback.types import SchedulerOutput
 from holdback.v1 import executor_pb2
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 MAX_UNANSWERED_STEPS = 8
 """Steps that are read ahead; a scheduler that sends more waits. Two are ever in flight, the rest only tell ends."""
@@ -35,19 +42,22 @@ class _End:
 
 
 class Execution:
-    """One stream from `accepted` on. Everything but the running of a step happens on the event loop."""
+    """One stream from `accepted` on. Everything but launching and collecting happens on the event loop."""
 
-    def __init__(self, runner: NeuronModelRunner, thread: DeviceThread) -> None:
+    def __init__(self, runner: NeuronModelRunner, threads: DeviceThreads) -> None:
         self._runner = runner
-        self._thread = thread
+        self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._decoder = StepDecoder()
         self._outbox: asyncio.Queue[executor_pb2.ExecuteResponse | _End] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
+        self._places = threading.Semaphore(runner.device.limits.max_steps_in_flight)
         self._num_unanswered = 0
         self._takes_steps = True
+        self._ends_when_answered = False
         self._ended = False
-        self._step_failed = False  # of the device thread alone
+        self._launches = True  # of the launching thread, until a step is refused
+        self._collects = True  # of the collecting thread, until a step fails
 
     async def read(self, requests: AsyncIterator[executor_pb2.ExecuteRequest]) -> None:
         """Takes steps until the scheduler closes its side, a step cannot be decoded, or `drain`."""
@@ -60,7 +70,8 @@ class Execution:
                 elif self._takes_steps:
                     self._submit(request)
         except HoldbackError as error:
-            self.end(_as_step_error(error, "the step"))
+            self._takes_steps = False
+            self._threads.launching.post(partial(self._refuse, _as_step_error(error, "the step")))
 
     async def responses(self) -> AsyncIterator[executor_pb2.ExecuteResponse]:
         """What to send, until the end. Raises the error that ended the stream."""
@@ -81,7 +92,7 @@ class Execution:
             self._take_no_more()
 
     def end(self, error: HoldbackError | None) -> None:
-        """Ends the stream now. Steps that are posted but have not begun are not run. A second end does nothing."""
+        """Ends the stream now: nothing more is launched or answered. A second end does nothing."""
         if not self._ended:
             self._ended = True
             self._takes_steps = False
@@ -89,6 +100,7 @@ class Execution:
 
     def _take_no_more(self) -> None:
         self._takes_steps = False
+        self._ends_when_answered = True
         if self._num_unanswered == 0:
             self.end(None)
 
@@ -96,34 +108,64 @@ class Execution:
         kind = request.WhichOneof("request")
         if kind != "step":
             raise InvalidArgumentError.of("request", kind, "step, after the one open")
-        arrived_ns = time.perf_counter_ns()
+        arrived_ns = time.monotonic_ns()
         output = self._decoder.decode(request.step)
         self._num_unanswered += 1
-        self._thread.post(partial(self._run, output, arrived_ns))
+        self._threads.launching.post(partial(self._launch, output, arrived_ns))
 
-    def _run(self, output: SchedulerOutput, arrived_ns: int) -> None:
-        """On the device thread: one step."""
-        if self._ended or self._step_failed:
+    def _launch(self, output: SchedulerOutput, arrived_ns: int) -> None:
+        """On the launching thread: one step, once there is a place for it."""
+        if not self._is_wanted():
+            return
+        self._places.acquire()
+        if not self._is_wanted():
+            self._places.release()
             return
         try:
-            message = encode_runner_output(self._runner.execute(output, arrived_ns))
+            launched = self._runner.launch(output, arrived_ns)
         except Exception as error:
-            self._step_failed = True
             log.exception("step_failed", step=output.step)
-            self._tell_loop(self.end, _as_step_error(error, f"step {output.step}"))
+            self._places.release()
+            self._refuse(_as_step_error(error, f"step {output.step}"))
         else:
-            self._tell_loop(self._answer, executor_pb2.ExecuteResponse(output=message))
+            self._threads.collecting.post(partial(self._collect, launched))
 
-    def _tell_loop(self, function: object, argument: object) -> None:
+    def _is_wanted(self) -> bool:
+        return self._launches and self._collects and not self._ended
+
+    def _refuse(self, error: HoldbackError) -> None:
+        """On the launching thread: the stream ends behind the answers to what is launched."""
+        self._launches = False
+        self._threads.collecting.post(partial(self._fail, error))
+
+    def _collect(self, launched: LaunchedStep) -> None:
+        """On the collecting thread. What nobody wants any more is left in flight, for the runner's `reset`."""
+        if self._collects and not self._ended:
+            try:
+                message = encode_runner_output(self._runner.collect(launched))
+            except Exception as error:
+                log.exception("step_failed", step=launched.step)
+                self._fail(_as_step_error(error, f"step {launched.step}"))
+            else:
+                self._tell_loop(self._answer, executor_pb2.ExecuteResponse(output=message))
+        self._places.release()
+
+    def _fail(self, error: HoldbackError) -> None:
+        """On the collecting thread: everything before is answered."""
+        if self._collects:
+            self._collects = False
+            self._tell_loop(self.end, error)
+
+    def _tell_loop(self, function: Callable[[T], None], argument: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for the answer
-            self._loop.call_soon_threadsafe(function, argument)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(function, argument)
 
     def _answer(self, response: executor_pb2.ExecuteResponse) -> None:
         self._num_unanswered -= 1
         if self._ended:
             return
         self._outbox.put_nowait(response)
-        if not self._takes_steps and self._num_unanswered == 0:
+        if self._ends_when_answered and self._num_unanswered == 0:
             self.end(None)
 
 

@@ -131,8 +131,8 @@ class NeuronModelRunner:
             launched = self._in_flight[0]
             try:
                 self.collect(launched)
-            except Exception:  # whatever it was, nobody waits for this step any more
-                log.warning("dropped_step_failed", step=launched.step, exc_info=True)
+            except Exception as error:  # whatever it was, nobody waits for this step any more
+                log.warning("dropped_step_failed", step=launched.step, reason=f"{type(error).__name__}: {error}")
         self._builder.forget_rows()
         self.requests.clear()
         self.device.reset()

@@ -1,13 +1,18 @@
 """The executor process: listens, loads, warms up, registers, runs steps, and stops within seconds when asked to.
 
 Health is served first, so that liveness answers while a model loads; the ports are bound next, so that one in use is
-found before that. Model and device live on one thread of their own; the event loop parses, answers and keeps the lease.
+found before that. Model and device live on threads of their own; the event loop parses, answers and keeps the lease.
+
+Exit status: 0 after a stop, 1 when the scheduler refuses this executor or a stop had to leave a step behind, 2 when it
+cannot run as configured, 3 when a step hung (`watchdog`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -16,7 +21,7 @@ import grpc.aio
 import structlog
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.device_thread import DeviceThread
+from executor_svc.device_thread import DeviceThreads
 from executor_svc.devices import create_device
 from executor_svc.devices.base import Device
 from executor_svc.execution import Execution
@@ -24,6 +29,7 @@ from executor_svc.graphs import warm_up
 from executor_svc.lease import Lease, LeaseHolder, lease_lost
 from executor_svc.registration import Registration
 from executor_svc.runner import NeuronModelRunner
+from executor_svc.watchdog import StepWatchdog
 from holdback import rpc
 from holdback.codec import encode_execution_failed
 from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
@@ -36,6 +42,9 @@ log = structlog.get_logger()
 
 OPEN_TIMEOUT_S = 10.0
 """How long a caller of `Execute` may take to present a lease."""
+
+STOP_TIMEOUT_S = 0.5
+"""How long a stop waits for threads that end by themselves once nothing is posted to them."""
 
 Context = grpc.aio.ServicerContext[executor_pb2.ExecuteRequest, executor_pb2.ExecuteResponse]
 
@@ -91,12 +100,21 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
 
 class ExecutorProcess:
-    """One executor from start to stop. `create` makes the device, on the device thread."""
+    """One executor from start to stop.
+
+    Args:
+        config: of the executor.
+        create: makes the device, on the thread that launches its steps.
+
+    Attributes:
+        is_left_behind: after `run`, whether a thread still computes; native code cannot be told to stop.
+    """
 
     def __init__(self, config: ExecutorConfig, create: Callable[[ExecutorConfig], Device] = create_device) -> None:
         self._config = config
         self._create = create
-        self._thread = DeviceThread()
+        self._threads = DeviceThreads()
+        self._watchdog: StepWatchdog | None = None
         self._stop = asyncio.Event()
         self._stop_warm_up = threading.Event()
         self._health = HealthServer(config.host, config.health_port)
@@ -104,6 +122,7 @@ class ExecutorProcess:
         self._holder = LeaseHolder()
         self._registration: Registration | None = None
         self._runner: NeuronModelRunner | None = None
+        self.is_left_behind = False
 
     def stop(self) -> None:
         """Asks the process to drain and end; may be called in a signal handler of the loop."""
@@ -117,7 +136,7 @@ class ExecutorProcess:
             ConfigError: a port, the model or the configuration cannot be used.
             HoldbackError: the scheduler refuses this executor.
         """
-        self._thread.start()
+        self._threads.start()
         try:
             port = await self._listen()
             work = asyncio.create_task(self._work(port))
@@ -130,7 +149,9 @@ class ExecutorProcess:
         finally:
             await self._server.stop(0.5)
             await self._health.stop()
-            self._thread.stop()
+            if self._watchdog is not None:
+                self._watchdog.stop()
+            self.is_left_behind = not self._threads.stop(STOP_TIMEOUT_S)
 
     async def _listen(self) -> int:
         health_port = await self._health.start()
@@ -144,22 +165,33 @@ class ExecutorProcess:
         return port
 
     async def _work(self, port: int) -> None:
-        device = await self._thread.call(partial(self._create, self._config))
+        launching = self._threads.launching
+        device = await launching.call(partial(self._create, self._config))
         log.info("device_ready", device=device.kind, model=device.model.name, num_blocks=device.limits.num_blocks)
-        latencies = await self._thread.call(partial(warm_up, device, self._stop_warm_up))
+        latencies = await launching.call(partial(warm_up, device, self._stop_warm_up))
         self._runner = runner = NeuronModelRunner(device)
+        self._watch(runner, latencies)
 
         async def void() -> None:
-            await self._thread.call(runner.reset)
+            await self._threads.call_when_idle(runner.reset)
 
         make_info = partial(self._info, device, latencies, port)
         self._registration = Registration(self._config.scheduler, make_info, self._holder, self._health.set_ready, void)
         await self._registration.run()
 
+    def _watch(self, runner: NeuronModelRunner, latencies: tuple[GraphLatency, ...]) -> None:
+        self._watchdog = StepWatchdog(
+            runner,
+            latencies,
+            step_timeout_factor=self._config.step_timeout_factor,
+            min_step_timeout_s=self._config.min_step_timeout_s,
+        )
+        self._watchdog.start()
+
     def _new_execution(self) -> Execution:
         if self._runner is None:
             raise FailedPreconditionError("this executor is not registered yet", reason=ErrorReason.LEASE_MISMATCH)
-        return Execution(self._runner, self._thread)
+        return Execution(self._runner, self._threads)
 
     def _info(self, device: Device, latencies: tuple[GraphLatency, ...], port: int, lease: str) -> ExecutorInfo:
         return ExecutorInfo(
@@ -193,7 +225,11 @@ class ExecutorProcess:
 
 
 async def serve(config: ExecutorConfig) -> int:
-    """Runs an executor until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status."""
+    """Runs an executor until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status.
+
+    Where a thread is still inside a model, this ends the process itself: an interpreter that shuts down around native
+    code would abort it.
+    """
     process = ExecutorProcess(config)
     loop = asyncio.get_running_loop()
 
@@ -204,4 +240,10 @@ async def serve(config: ExecutorConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    return await process.run()
+    status = await process.run()
+    if process.is_left_behind:
+        log.warning("left_a_computation_behind", status=status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

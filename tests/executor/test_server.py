@@ -2,99 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import pathlib
-import signal
-import socket
-import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from executor_svc.config import ExecutorConfig
-from executor_svc.devices.base import StepInputs
-from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies, expected_tokens
-from executor_svc.server import ExecutorProcess
-from holdback import rpc
+from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies
 from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError, InternalError
 from holdback.v1 import scheduler_pb2
 from tests.executor.builders import VOCAB_SIZE, Steps, build_device
+from tests.executor.serving import (
+    ANSWER,
+    NOT_SERVING,
+    PROMPT,
+    SERVING,
+    drop_all,
+    free_port,
+    health_of,
+    running,
+    watch_launches,
+)
 from tests.executor.stub_scheduler import Drive, StubScheduler
 
 pytestmark = pytest.mark.loopback
-
-PROMPT = [20, 21, 22]
-ANSWER = [52, 72, 52]  # worked out in test_simulated
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.fixture
-async def scheduler() -> AsyncIterator[StubScheduler]:
-    async with StubScheduler() as stub:
-        yield stub
-
-
-def build_config(target: str, **changes: Any) -> ExecutorConfig:
-    return ExecutorConfig(scheduler=target, device="simulated", executor_id="under-test", **changes)
-
-
-@contextlib.asynccontextmanager
-async def running(
-    target: str, device: SimulatedDevice | Callable[[], SimulatedDevice], **changes: Any
-) -> AsyncIterator[tuple[ExecutorProcess, asyncio.Task[int]]]:
-    """An executor process on this loop. Whatever it raised is the test's to look at."""
-    make = device if callable(device) else lambda: device
-    process = ExecutorProcess(build_config(target, **changes), lambda _config: make())
-    task = asyncio.create_task(process.run())
-    try:
-        yield process, task
-    finally:
-        process.stop()
-        if isinstance(device, SimulatedDevice):
-            device.close()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def watch_launches(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
-    """The number of real tokens of each step that the device is given, as it is given it."""
-    loop = asyncio.get_running_loop()
-    launches: asyncio.Queue[int] = asyncio.Queue()
-    launch = device.launch
-
-    def record(inputs: StepInputs) -> object:
-        loop.call_soon_threadsafe(launches.put_nowait, inputs.num_tokens)
-        return launch(inputs)
-
-    monkeypatch.setattr(device, "launch", record)
-    return launches
-
-
-def drop_all(launches: asyncio.Queue[int]) -> None:
-    """Forgets what was launched so far, the warm-up above all."""
-    while not launches.empty():
-        launches.get_nowait()
-
-
-async def health_of(port: int, service: str, wanted: int | None = None) -> int:
-    """The status of a health service; with `wanted`, waits until it is that."""
-    async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        async for reply in stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True):
-            if wanted is None or reply.status == wanted:
-                return int(reply.status)
-    raise AssertionError("the health server ended")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_an_executor_says_what_it_is(scheduler: StubScheduler) -> None:
@@ -258,8 +187,9 @@ async def test_a_repeated_or_left_out_step_ends_the_stream(
         registered = await scheduler.registrations.get()
         async with Drive(registered.info) as drive:
             await drive.accepted()
-            await drive.run(steps.new("r", PROMPT))
+            await drive.send(steps.new("r", PROMPT))
             await drive.send(steps.decode("r"), step=number)
+            assert list((await drive.next()).output.sampled_token_ids) == ANSWER[:1]
             with pytest.raises(FailedPreconditionError, match=message) as raised:
                 await drive.next()
         assert raised.value.reason is ErrorReason.STEP_OUT_OF_ORDER
@@ -267,24 +197,21 @@ async def test_a_repeated_or_left_out_step_ends_the_stream(
 
 
 @pytest.mark.case("B60")
-async def test_a_step_that_fails_ends_the_stream_and_what_was_sent_behind_it_is_not_run(
-    scheduler: StubScheduler, steps: Steps, monkeypatch: pytest.MonkeyPatch
+async def test_a_step_that_fails_ends_the_stream_and_what_was_sent_behind_it_is_not_answered(
+    scheduler: StubScheduler, steps: Steps
 ) -> None:
-    device = build_device(faults=SimulatedFaults(error_token_id=99))
-    launches = watch_launches(device, monkeypatch)
-    async with running(scheduler.target, device):
+    async with running(scheduler.target, build_device(faults=SimulatedFaults(error_token_id=99))):
         registered = await scheduler.registrations.get()
-        drop_all(launches)
         async with Drive(registered.info) as drive:
             await drive.accepted()
-            await drive.run(steps.new("good", PROMPT, slot=0, blocks=[1]))
+            await drive.send(steps.new("good", PROMPT, slot=0, blocks=[1]))
             await drive.send(steps.new("bad", [99, 98], slot=1, blocks=[2]))
             await drive.send(steps.decode("good"))
+            assert list((await drive.next()).output.sampled_token_ids) == ANSWER[:1]
             with pytest.raises(InternalError, match="step 1: RuntimeError: the simulated device fails on token 99"):
                 await drive.next()
         again = await scheduler.registrations.get()
         assert again.info.lease != registered.info.lease
-        assert [launches.get_nowait() for _ in range(launches.qsize())] == [3, 2]
         async with Drive(again.info) as drive:
             await drive.accepted()
             assert await drive.run(Steps().new("good", PROMPT)) == ANSWER[:1]
@@ -401,72 +328,3 @@ async def test_a_prompt_beyond_the_usual_message_limit_arrives(scheduler: StubSc
             await drive.accepted()
             assert await drive.run(steps.new("r", prompt, num_tokens=512, padded=512)) == []
             assert device.kv_token_ids[1, :3].tolist() == [20_000, 20_001, 20_002]
-
-
-async def start_command(tmp_path: pathlib.Path, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "holdback.cli", "executor", "--device", "simulated"),
-        *("--ports-file", str(tmp_path / "ports.json"), "--max-model-len", "64", "--max-num-seqs", "2"),
-        *("--max-num-batched-tokens", "32", "--simulated-vocab-size", str(VOCAB_SIZE), *arguments),
-        stderr=asyncio.subprocess.PIPE,
-        cwd=tmp_path,
-    )
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_the_process_with_0_in_the_middle_of_a_stream(
-    number: signal.Signals, scheduler: StubScheduler, steps: Steps, tmp_path: pathlib.Path
-) -> None:
-    child = await start_command(tmp_path, "--scheduler", scheduler.target, "--simulated-decode-us", "100000")
-    registered = await scheduler.registrations.get()
-    ports = json.loads((tmp_path / "ports.json").read_text())
-    assert ports["port"] == registered.info.port
-    assert await health_of(ports["health_port"], "readiness", SERVING) == SERVING
-    async with Drive(registered.info) as drive:
-        await drive.accepted()
-        expected = expected_tokens(PROMPT, 3, VOCAB_SIZE)
-        assert await drive.run(steps.new("r", PROMPT, padded=32)) == expected[:1]
-        await drive.send(steps.decode("r"))
-        await drive.send(steps.decode("r"))
-        assert list((await drive.next()).output.sampled_token_ids) == expected[1:2]
-        child.send_signal(number)
-        rest = await drive.rest()
-        assert [response.draining.reason for response in rest if response.HasField("draining")] != []
-        # The last step was sent before the signal, but whether it was read before it is the system's to say.
-        tokens = [list(response.output.sampled_token_ids) for response in rest if response.HasField("output")]
-        assert tokens in ([], [expected[2:]])
-        async with asyncio.timeout(10):
-            _, errors = await child.communicate()
-    assert child.returncode == 0, errors.decode()
-    assert b"Traceback" not in errors
-
-
-async def test_a_signal_ends_a_process_that_never_found_a_scheduler(tmp_path: pathlib.Path) -> None:
-    child = await start_command(tmp_path, "--scheduler", f"127.0.0.1:{free_port()}")
-    assert child.stderr is not None
-    async for line in child.stderr:
-        if b"lease_ended" in line:
-            break
-    child.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(10):
-        _, errors = await child.communicate()
-    assert child.returncode == 0, errors.decode()
-
-
-async def test_a_refusal_of_the_scheduler_is_the_last_line_of_a_process_that_fails(
-    scheduler: StubScheduler, tmp_path: pathlib.Path
-) -> None:
-    scheduler.refusal = FailedPreconditionError("fingerprint is 'simulated'; allowed: 'b', the pool's")
-    child = await start_command(tmp_path, "--scheduler", scheduler.target)
-    _, errors = await child.communicate()
-    assert child.returncode == 1
-    assert errors.decode().splitlines()[-1] == "holdback executor: fingerprint is 'simulated'; allowed: 'b', the pool's"
-
-
-@pytest.mark.case("B02")
-async def test_memory_for_no_request_is_refused_before_anything_starts(tmp_path: pathlib.Path) -> None:
-    child = await start_command(tmp_path, "--scheduler", "127.0.0.1:1", "--num-blocks", "4")
-    _, errors = await child.communicate()
-    assert child.returncode == 2
-    last = errors.decode().splitlines()[-1]
-    assert "max_model_len is 64, which needs 4 blocks of 16 tokens, but num_blocks is 4, of which 3 are usable" in last
