@@ -23,6 +23,13 @@ class KvAdmission(enum.StrEnum):
     PHASED = "phased"
 
 
+class SchedulingPolicy(enum.StrEnum):
+    """Who is served first: who came first, or the lowest `priority` and then who came first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Sizes of one lane. All are counts.
@@ -39,6 +46,7 @@ class SchedulerConfig:
         kv_admission: the rule of admission by KV memory.
         max_decode_stall_ms: prefills hide decodes no longer than this at a time, by expected device times; None for
             as long as prefills come.
+        scheduling_policy: the order of the scheduler's own queue; one that it is given has its own.
 
     Raises:
         ConfigError: K1 or K2 refuse it; the message names the field, its value and what is allowed.
@@ -54,6 +62,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     kv_admission: KvAdmission = KvAdmission.MAX_MODEL_LEN
     max_decode_stall_ms: float | None = None
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
 
     def __post_init__(self) -> None:
         limits = ExecutorLimits(

@@ -25,7 +25,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.hits import Hit, HitFinder
 from scheduler_svc.core.output import Batch, DecodeRows, Ending, StepRecord, StepUpdate
 from scheduler_svc.core.prefix_cache import PrefixCache, PrefixCacheStats
-from scheduler_svc.core.queue import RequestQueue, WaitingQueue
+from scheduler_svc.core.queue import WaitingQueue, new_queue
 from scheduler_svc.core.request import Request
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -49,7 +49,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue | None = None) -> None:
         self.config = config
         self.max_num_seqs = config.max_num_seqs
-        self.waiting: WaitingQueue = RequestQueue() if waiting is None else waiting
+        self.waiting: WaitingQueue = new_queue(config.scheduling_policy) if waiting is None else waiting
         self.prefix_cache = PrefixCache()
         self._block_size = config.block_size
         self._hits = HitFinder(self.prefix_cache, config.block_size, enabled=config.enable_prefix_caching)
