@@ -9,6 +9,8 @@ import pydantic
 import structlog
 
 from holdback.config import ServiceConfig
+from scheduler_svc.core.config import KvAdmission
+from scheduler_svc.global_queue import SchedulingPolicy
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -54,6 +56,18 @@ class SchedulerServiceConfig(ServiceConfig):
     )
     default_max_tokens: int | None = pydantic.Field(
         4096, ge=1, le=2**31 - 1, description="max_tokens of a request that names none; null: what fits in the context"
+    )
+    scheduling_policy: SchedulingPolicy = pydantic.Field(
+        SchedulingPolicy.FCFS,
+        description="fcfs, or priority: lower priorities first, first come, first served within one",
+    )
+    kv_admission: KvAdmission = pydantic.Field(
+        KvAdmission.MAX_MODEL_LEN,
+        description="worst case by which KV memory lets requests in: max_model_len, reserved (their max_tokens) or "
+        "phased (its peak over time)",
+    )
+    max_decode_stall_ms: float | None = pydantic.Field(
+        1000.0, ge=0, le=3_600_000, description="how long prefills hide decodes at most; null: as long as they come"
     )
     async_scheduling: bool = pydantic.Field(
         True, description="send a step before the result of the one before is known, where the executor allows it"

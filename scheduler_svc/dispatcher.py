@@ -1,9 +1,7 @@
 """From one global queue to the lanes, and from the lanes back to the gateways.
 
 Binding is late: a request waits in the global queue until a lane's `schedule()` takes its first chunk, so a lane that
-joins, or a slot that gets free, helps the oldest request at once. Strictly first come, first served: only the head is
-ever offered, and to one lane: of those that accept it now, the one with the least uncached prefill time, then the
-least load. A lane with a step in flight may be that one; the head then waits for the end of that step.
+joins, or a slot that gets free, helps the oldest request at once. Which lane that is says `placement`.
 
     submit ──> parked (model unknown) ──> GlobalQueue ──offer, bind──> Lane ──update──> ended
                                               ^                          |
@@ -15,9 +13,8 @@ runs on the event loop between two awaits and is called by nobody else.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -28,7 +25,6 @@ from holdback.errors import (
     InternalError,
     InvalidArgumentError,
     RequestAbortedError,
-    ResourceExhaustedError,
 )
 from holdback.types import FinishReason, ModelInfo, RequestSpec, Usage
 from scheduler_svc.clock import Clock
@@ -36,9 +32,12 @@ from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.prefix_cache import PrefixCacheStats
 from scheduler_svc.core.request import Request, check_request
+from scheduler_svc.deadlines import Deadlines
 from scheduler_svc.fan_out import FanOut
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
+from scheduler_svc.limits import check_room, check_wait
+from scheduler_svc.placement import Placement
 from scheduler_svc.pool import Pool
 from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Session, Submission, log_end, make_req_id
 
@@ -47,7 +46,6 @@ log = structlog.get_logger(__name__)
 ANY_MODEL = ModelInfo(fingerprint="", name="", vocab_size=2**31, eos_token_ids=(), max_model_len=2**31)
 """Until the pool's model is known a request is held to what every model demands; the rest is checked then."""
 
-MAX_RETRY_AFTER_S = 600.0
 MAX_QUEUED_MS = 10 * 365 * 24 * 3600 * 1000
 
 
@@ -56,7 +54,7 @@ class Dispatcher:
 
     Attributes:
         queue: submissions that wait and whose model is known.
-        lanes: that serve, in order of joining.
+        placement: chooses the lane of the next one.
         num_finished: ends since start, by reason.
     """
 
@@ -67,12 +65,18 @@ class Dispatcher:
         self._num_submissions = 0
         self._submissions: dict[str, Submission] = {}
         self._fan_outs: dict[Lane, FanOut] = {}
-        self._parked = GlobalQueue()
+        self._deadlines = Deadlines(clock, self._expire)
+        self._parked = GlobalQueue(config.scheduling_policy)
         self._past_prefix_cache = PrefixCacheStats(0, 0)
-        self.queue = GlobalQueue()
-        self.lanes: list[Lane] = []
+        self.queue = GlobalQueue(config.scheduling_policy)
+        self.placement = Placement(self.queue, self._submissions, clock, max_moves=config.max_request_moves)
         self.num_finished = Counter[FinishReason]()
         pool.on_change(self._pool_changed)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """That serve, in order of joining."""
+        return self.placement.lanes
 
     @property
     def num_waiting(self) -> int:
@@ -105,8 +109,9 @@ class Dispatcher:
             replaced = session.check_identity(spec)
             self._check(spec)
             self._pool.check_serves()
+            self._deadlines.check()
             if not is_resubmission:
-                self._check_room(spec)
+                self._check_queue(spec)
         except HoldbackError as error:
             self.refuse(session, handle, spec.request_id, Usage(prompt_tokens=len(spec.prompt_token_ids)), error)
             return
@@ -143,23 +148,12 @@ class Dispatcher:
             raise InvalidArgumentError.of("spec.queued_ms", spec.queued_ms, f"[0, {MAX_QUEUED_MS}]")
         check_request(spec, self._pool.model or ANY_MODEL)
 
-    def _check_room(self, spec: RequestSpec) -> None:
+    def _check_queue(self, spec: RequestSpec) -> None:
+        """Raises ResourceExhaustedError or DeadlineExceededError: it may not wait, or not long enough."""
         num_tokens = len(spec.prompt_token_ids) + len(spec.output_token_ids)
-        if self.num_waiting >= self._config.max_num_queued_reqs:
-            full = f"max_num_queued_reqs is {self._config.max_num_queued_reqs} and {self.num_waiting} requests wait"
-        elif self.num_waiting_tokens + num_tokens > self._config.max_num_queued_tokens:
-            limit = self._config.max_num_queued_tokens
-            full = f"max_num_queued_tokens is {limit}; {self.num_waiting_tokens} wait and the request has {num_tokens}"
-        else:
-            return
-        raise ResourceExhaustedError(f"the queue is full: {full}", retry_after_s=self._retry_after_s())
-
-    def _retry_after_s(self) -> float:
-        """How long the lanes need to prefill a tenth of what waits, between 1 second and 10 minutes."""
-        if not self.lanes:
-            return min(MAX_RETRY_AFTER_S, self._config.executor_loss_timeout_s)
-        tokens_per_us = sum(1 / lane.latencies.us_per_prefill_token() for lane in self.lanes)
-        return float(min(MAX_RETRY_AFTER_S, max(1, math.ceil(self.num_waiting_tokens / 10 / tokens_per_us / 1e6))))
+        check_room(self._config, self.lanes, self.num_waiting, self.num_waiting_tokens, num_tokens)
+        if spec.deadline_ms is not None:
+            check_wait(self.lanes, self.queue.num_tokens_ahead(spec.priority), spec.deadline_ms)
 
     def _add(self, session: Session, handle: int, spec: RequestSpec, has_started: bool) -> None:
         number, now = self._num_submissions, self._clock.now()
@@ -178,21 +172,21 @@ class Dispatcher:
         self._submissions[submission.req_id] = submission
         session.add(submission)
         if spec.deadline_ms is not None:
-            submission.deadline = self._clock.call_later(spec.deadline_ms / 1000, self._deadline_of(submission))
+            self._deadlines.add(submission, now + spec.deadline_ms / 1000)
         if self._pool.model is None:
             self._parked.append(submission)
         else:
             self._enqueue(submission, self._pool.model)
 
-    def _deadline_of(self, submission: Submission) -> Callable[[], None]:
+    def _expire(self, submission: Submission) -> None:
         where = f"deadline_ms is {submission.spec.deadline_ms}"
-        return lambda: self._end(submission, FinishReason.ABORT, error=DeadlineExceededError(f"{where}; it has passed"))
+        self._end(submission, FinishReason.ABORT, error=DeadlineExceededError(f"{where}; it has passed"))
 
     def _enqueue(self, submission: Submission, model: ModelInfo) -> None:
         submission.request = Request(submission.req_id, submission.spec, model.eos_token_ids)
         self.queue.append(submission)
         if self.queue.head is submission:
-            self._wake_chosen()
+            self.placement.wake_chosen()
 
     # ---- lanes ----
 
@@ -202,9 +196,9 @@ class Dispatcher:
     def add_lane(self, lane: Lane) -> None:
         """A lane joins. Raises FailedPreconditionError when its model is not the pool's."""
         self._pool.executor_joined(lane.info.model)
-        self.lanes.append(lane)
+        self.placement.add(lane)
         self._fan_outs[lane] = FanOut(self._submissions)
-        self._wake_chosen()
+        self.placement.wake_chosen()
 
     def remove_lane(self, lane: Lane, *, is_lost: bool) -> None:
         """Takes a lane's requests back to the front of the queue, as continuations.
@@ -214,7 +208,7 @@ class Dispatcher:
         """
         past, lanes = self._past_prefix_cache, lane.core.prefix_cache_stats
         self._past_prefix_cache = PrefixCacheStats(past.queries + lanes.queries, past.hits + lanes.hits)
-        self.lanes.remove(lane)
+        self.placement.remove(lane)
         del self._fan_outs[lane]
         blamed = lane.req_ids_to_blame if is_lost else set()
         moved = []
@@ -229,40 +223,18 @@ class Dispatcher:
         self.queue.put_back(moved)
         self._end_stranded(lane)
         self._pool.executor_left()
-        self._wake_chosen()
-
-    def choose(self) -> Lane | None:
-        """The lane that is to take the head of the queue; None while none accepts it or nothing waits."""
-        head = self.queue.head
-        if head is None:
-            return None
-        accepting = [lane for lane in self.lanes if self.why_not(head, lane) is None]
-        if len(accepting) < 2:
-            return accepting[0] if accepting else None
-        request = head.core_request
-        return min(accepting, key=lambda lane: (lane.uncached_prefill_us(request), lane.load))
-
-    def why_not(self, submission: Submission, lane: Lane) -> str | None:
-        """Why a lane does not take a waiting request now; None when it does."""
-        if lane.is_draining:
-            return "it is draining"
-        if self._has_used_up_moves(submission) and any(
-            self._has_used_up_moves(self._submissions[request.req_id]) for request in lane.core.running
-        ):
-            return "another request there has also used up max_request_moves"
-        return lane.core.why_not(submission.core_request)
+        self.placement.wake_chosen()
 
     def offer(self, lane: Lane) -> None:
-        """Called by a lane before each `schedule()`."""
-        chosen = self.choose()
-        lane.queue.is_offered = chosen is lane
-        if chosen is not None and chosen is not lane:
-            chosen.wake()
+        """Called by a lane before each `schedule()`. Nothing is placed whose deadline has passed."""
+        self._deadlines.check()
+        self.placement.offer(lane)
 
     def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
         """Called by a lane after the `schedule()` that took these requests."""
         now = self._clock.now()
         for req_id in req_ids:
+            self.placement.count_bound(lane)
             submission = self._submissions[req_id]
             submission.lane = lane
             submission.has_started = True
@@ -275,7 +247,7 @@ class Dispatcher:
                 queued_ms=round(submission.queued_s * 1000),
                 executor_id=lane.info.executor_id,
             )
-        self._wake_chosen()
+        self.placement.wake_chosen()
 
     def update(self, lane: Lane, update: StepUpdate) -> None:
         """Called by a lane with what a step brought."""
@@ -284,11 +256,6 @@ class Dispatcher:
             submission = self._submissions[ending.request.req_id]
             error = None if ending.error is None else _request_error(ending.error, lane)
             self._end(submission, ending.finish_reason, error=error, stop_token_id=ending.stop_token_id)
-
-    def _wake_chosen(self) -> None:
-        chosen = self.choose()
-        if chosen is not None:
-            chosen.wake()
 
     def _put_back(self, request: Request) -> None:
         """The core gives a request back: not placed after all, or to start again, as it hit blocks that turned bad."""
@@ -306,9 +273,6 @@ class Dispatcher:
         """A core that failed in the middle of an update may have lost sight of requests; their clients must not."""
         for submission in [found for found in self._submissions.values() if found.lane is lane]:
             self._end(submission, FinishReason.ERROR, error=InternalError("the request was lost with its lane"))
-
-    def _has_used_up_moves(self, submission: Submission) -> bool:
-        return submission.num_moves > 0 and submission.num_moves >= self._config.max_request_moves
 
     def _too_many_moves(self, submission: Submission) -> InternalError:
         return InternalError(
@@ -328,7 +292,7 @@ class Dispatcher:
 
     def _unpark(self, model: ModelInfo) -> None:
         """The model is known now: what waited for that is checked against it and queued."""
-        parked, self._parked = self._parked, GlobalQueue()
+        parked, self._parked = self._parked, GlobalQueue(self._config.scheduling_policy)
         for submission in parked:
             try:
                 check_request(submission.spec, model)
@@ -349,8 +313,7 @@ class Dispatcher:
         self._take_out(submission, reason)
         del self._submissions[submission.req_id]
         submission.session.discard(submission)
-        if submission.deadline is not None:
-            submission.deadline.cancel()
+        self._deadlines.discard(submission)
         self.num_finished[reason] += 1
         submission.session.outbox.ended(
             submission.handle, reason, submission.usage, stop_token_id=stop_token_id, error=error
@@ -363,11 +326,11 @@ class Dispatcher:
             submission.lane.finish(submission.req_id, reason)
             return
         submission.queued_s += self._clock.now() - submission.queued_since
-        self._parked.remove(submission.req_id)
+        self._parked.remove(submission)
         was_head = self.queue.head is submission
-        self.queue.remove(submission.req_id)
+        self.queue.remove(submission)
         if was_head:
-            self._wake_chosen()
+            self.placement.wake_chosen()
 
 
 def _replaced(spec: RequestSpec) -> RequestAbortedError:

@@ -1,11 +1,14 @@
 """The one queue of the pool, and how a lane sees it.
 
-Requests that have started before stand in front, in their order of arrival; behind them those that have not, first
-come, first served. A lane sees only the head, and only in the `schedule()` for which the dispatcher offers it.
+Under the policy `priority` lower priorities come first; under `fcfs` all are of one class. Within a class requests that
+have started before stand in front, in their order of arrival; behind them those that have not, first come, first
+served. A lane sees only the head, and only in the `schedule()` for which the dispatcher offers it.
 """
 
 from __future__ import annotations
 
+import bisect
+import enum
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +17,20 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.requests import Submission
 
 
-class GlobalQueue:
-    """Waiting submissions whose model is known. Every operation but iteration and a move is O(1)."""
+class SchedulingPolicy(enum.StrEnum):
+    """Who is served first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+class _PriorityClass:
+    """Waiting submissions of one priority. Every operation but a move is O(1)."""
 
     def __init__(self) -> None:
         self._started: OrderedDict[str, Submission] = OrderedDict()
         self._fresh: OrderedDict[str, Submission] = OrderedDict()
-        self._num_tokens = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._started) + len(self._fresh)
@@ -28,43 +38,90 @@ class GlobalQueue:
     def __iter__(self) -> Iterator[Submission]:
         return itertools.chain(self._started.values(), self._fresh.values())
 
-    def __contains__(self, req_id: object) -> bool:
-        return req_id in self._started or req_id in self._fresh
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all of them have to prefill."""
-        return self._num_tokens
-
-    @property
-    def head(self) -> Submission | None:
-        return next(iter(self), None)
-
     def append(self, submission: Submission) -> None:
-        """A new arrival; a resubmission of one that had started goes behind those that have started."""
         queue = self._started if submission.has_started else self._fresh
         queue[submission.req_id] = submission
-        self._num_tokens += submission.num_prefill_tokens
+        self.num_tokens += submission.num_prefill_tokens
 
-    def put_back(self, submissions: Iterable[Submission]) -> None:
-        """Requests that lost their lane, each where its arrival puts it among those that have started."""
-        moved = sorted(submissions, key=lambda submission: submission.number)
-        if not moved:
-            return
+    def put_back(self, moved: list[Submission]) -> None:
+        moved.sort(key=lambda submission: submission.number)
         older = []
         while self._started and next(iter(self._started.values())).number < moved[-1].number:
             older.append(self._started.popitem(last=False)[1])
         for submission in sorted([*older, *moved], key=lambda submission: submission.number, reverse=True):
             self._started[submission.req_id] = submission
             self._started.move_to_end(submission.req_id, last=False)
-        self._num_tokens += sum(submission.num_prefill_tokens for submission in moved)
+        self.num_tokens += sum(submission.num_prefill_tokens for submission in moved)
 
     def remove(self, req_id: str) -> Submission | None:
-        """Takes one out, wherever it stands; None when it does not wait."""
         submission = self._started.pop(req_id, None) or self._fresh.pop(req_id, None)
         if submission is not None:
-            self._num_tokens -= submission.num_prefill_tokens
+            self.num_tokens -= submission.num_prefill_tokens
         return submission
+
+
+class GlobalQueue:
+    """Waiting submissions. Every operation but iteration and a move costs the same however many wait."""
+
+    def __init__(self, policy: SchedulingPolicy = SchedulingPolicy.FCFS) -> None:
+        self._policy = policy
+        # Only classes that have requests.
+        self._classes: dict[int, _PriorityClass] = {}
+        self._priorities: list[int] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._classes.values()))
+
+    def __iter__(self) -> Iterator[Submission]:
+        return itertools.chain.from_iterable(self._classes[priority] for priority in self._priorities)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all of them have to prefill."""
+        return sum(entry.num_tokens for entry in self._classes.values())
+
+    @property
+    def head(self) -> Submission | None:
+        return next(iter(self._classes[self._priorities[0]])) if self._priorities else None
+
+    def num_tokens_ahead(self, priority: int) -> int:
+        """Tokens to prefill before a new arrival of this priority."""
+        if self._policy is SchedulingPolicy.FCFS:
+            return self.num_tokens
+        return sum(entry.num_tokens for number, entry in self._classes.items() if number <= priority)
+
+    def append(self, submission: Submission) -> None:
+        """A new arrival; a resubmission of one that had started goes behind those of its class that have started."""
+        self._class_of(submission).append(submission)
+
+    def put_back(self, submissions: Iterable[Submission]) -> None:
+        """Requests that lost their lane, each where its arrival puts it among those of its class that have started."""
+        by_class: dict[int, list[Submission]] = {}
+        for submission in submissions:
+            by_class.setdefault(self._priority_of(submission), []).append(submission)
+        for moved in by_class.values():
+            self._class_of(moved[0]).put_back(moved)
+
+    def remove(self, submission: Submission) -> bool:
+        """Takes one out, wherever it stands; False when it does not wait."""
+        priority = self._priority_of(submission)
+        entry = self._classes.get(priority)
+        if entry is None or entry.remove(submission.req_id) is None:
+            return False
+        if not len(entry):
+            del self._classes[priority]
+            self._priorities.remove(priority)
+        return True
+
+    def _priority_of(self, submission: Submission) -> int:
+        return submission.spec.priority if self._policy is SchedulingPolicy.PRIORITY else 0
+
+    def _class_of(self, submission: Submission) -> _PriorityClass:
+        priority = self._priority_of(submission)
+        if priority not in self._classes:
+            self._classes[priority] = _PriorityClass()
+            bisect.insort(self._priorities, priority)
+        return self._classes[priority]
 
 
 class LaneQueue:
@@ -95,12 +152,12 @@ class LaneQueue:
 
     def popleft(self) -> Request:
         """Binds the head to this lane. Raises IndexError when it is not offered."""
-        head = self.peek()
+        head = self._queue.head if self.is_offered else None
         if head is None:
             raise IndexError("popleft from a lane that is offered nothing")
-        self._queue.remove(head.req_id)
+        self._queue.remove(head)
         self.is_offered = False
-        return head
+        return head.core_request
 
     def append(self, request: Request) -> None:
         self._put_back(request)

@@ -24,13 +24,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from holdback.errors import ErrorReason, FailedPreconditionError, InternalError, UnavailableError
-from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, SchedulerOutput, SchedulerState, StepTimings
+from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, Phase, SchedulerOutput
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
@@ -40,12 +39,16 @@ from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.request import Request
 from scheduler_svc.global_queue import LaneQueue
 from scheduler_svc.latency import LatencyTable
+from scheduler_svc.steps import SentStep, StepInFlight
 
 log = structlog.get_logger(__name__)
 
 MAX_UNANSWERED_STEPS = 8
 """As many steps as an executor reads ahead: those that run requests, which the core counts, and those that only tell
 ends."""
+
+LATE_FACTOR = 4.0
+MIN_LATE_S = 0.5
 
 
 class StepSender(Protocol):
@@ -67,43 +70,6 @@ class LaneOwner(Protocol):
         """Called with what a step brought."""
 
 
-@dataclass(slots=True)
-class SentStep:
-    """A step as it was run, without its prompts.
-
-    Attributes:
-        step: number on the wire.
-        state: of the lane's scheduler after `schedule()`.
-        req_ids: rows in schedule order.
-        num_computed_tokens: parallel to them, before the step.
-        num_scheduled_tokens: by req_id.
-        num_scheduled_tokens_padded: by req_id.
-        sent_unix_us: wall time.
-        sent_at: clock seconds.
-        timeout_s: after which it is given up.
-        duration_us: from sending to the result; None while it runs.
-        timings: where the executor says that the time went; None while it runs.
-    """
-
-    step: int
-    state: SchedulerState
-    req_ids: list[str]
-    num_computed_tokens: list[int]
-    num_scheduled_tokens: dict[str, int]
-    num_scheduled_tokens_padded: dict[str, int]
-    sent_unix_us: int
-    sent_at: float
-    timeout_s: float
-    duration_us: int | None = None
-    timings: StepTimings | None = None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    output: SchedulerOutput
-    record: SentStep
-
-
 class Lane:
     """Drives one executor over one `Execute` stream.
 
@@ -112,6 +78,7 @@ class Lane:
         core: decides the steps. Only this lane and, between its steps, the dispatcher call it.
         queue: the core's view of the global queue.
         latencies: expected times on this executor.
+        prefill_rate: measured.
         steps: the last ones, oldest first.
         num_steps: sent so far.
         is_draining: takes no further step; what is in flight is finished.
@@ -128,8 +95,9 @@ class Lane:
     ) -> None:
         self.info = info
         self.queue = queue
-        self.core = build_core(info, queue, config)
         self.latencies = LatencyTable(info)
+        self.core = build_core(info, queue, config, self.latencies)
+        self.prefill_rate = self.latencies.prefill_rate()
         self.steps: deque[SentStep] = deque(maxlen=config.num_state_steps)
         self.num_steps = 0
         self.is_draining = False
@@ -137,7 +105,7 @@ class Lane:
         self._owner = owner
         self._config = config
         self._clock = clock
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._received: deque[ModelRunnerOutput] = deque()
         self._failure: Exception | None = None
         self._wakeup = asyncio.Event()
@@ -159,6 +127,21 @@ class Lane:
         """
         steps = list(self._in_flight)[:1] if self._oldest_is_to_blame else self._in_flight
         return {req_id for step in steps for req_id in step.output.num_scheduled_tokens}
+
+    @property
+    def late_at(self) -> float | None:
+        """When the oldest step in flight has run for much longer than it should, clock seconds; None without one.
+
+        That is no fault yet, but others are better.
+        """
+        if not self._in_flight:
+            return None
+        return self._oldest_since + max(MIN_LATE_S, LATE_FACTOR * self._in_flight[0].record.expected_us / 1e6)
+
+    @property
+    def _oldest_since(self) -> float:
+        """Since when the oldest step in flight runs: one behind another from the result of that one on."""
+        return max(self._in_flight[0].record.sent_at, self._last_output_at)
 
     def wake(self) -> None:
         """Something may have changed for this lane."""
@@ -232,9 +215,16 @@ class Lane:
             self._last_output_at = self._clock.now()
             step.record.duration_us = round((self._last_output_at - step.record.sent_at) * 1e6)
             step.record.timings = output.timings
+            self._measure(step, output)
             self._owner.update(self, update)
 
-    def _check_output(self, output: ModelRunnerOutput) -> _InFlight:
+    def _measure(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
+        if step.record.phase is Phase.PREFILL:
+            num_tokens = sum(step.record.num_scheduled_tokens.values())
+            num_tokens += sum(new.num_computed_tokens for new in step.output.scheduled_new_reqs)
+            self.prefill_rate.add(num_tokens, output.timings.device_us or step.record.expected_us)
+
+    def _check_output(self, output: ModelRunnerOutput) -> StepInFlight:
         """The step that `output` answers. The core checks numbers of tokens, and rows, before it changes anything."""
         if not self._in_flight or self._in_flight[0].record.step != output.step:
             expected = f"{self._in_flight[0].record.step}" if self._in_flight else "none"
@@ -251,14 +241,14 @@ class Lane:
             raise InternalError(f"sampled_token_ids {where} has tokens; allowed: none, the step ran no request")
         return step
 
-    async def _send(self, step: _InFlight) -> None:
+    async def _send(self, step: StepInFlight) -> None:
         try:
             async with asyncio.timeout(step.record.timeout_s):
                 await self._sender.send(step.output)
         except TimeoutError:
-            raise _timed_out(step.record) from None
+            raise step.record.timed_out() from None
 
-    def _schedule(self) -> _InFlight | None:
+    def _schedule(self) -> StepInFlight | None:
         """The next step, noted as in flight; None when there is nothing to send."""
         self._owner.offer(self)
         output = self.core.schedule()
@@ -270,7 +260,7 @@ class Lane:
             if not output.finished_req_ids:
                 return None
         self.num_steps = output.step + 1
-        step = _InFlight(output, self._record(output))
+        step = StepInFlight(output, self._record(output))
         self._in_flight.append(step)
         self.steps.append(step.record)
         self._is_checked = False
@@ -283,9 +273,10 @@ class Lane:
 
     def _record(self, output: SchedulerOutput) -> SentStep:
         cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
-        expected_s = self.latencies.longest_us(output) / 1e6
+        expected_us = self.latencies.longest_us(output)
         return SentStep(
             step=output.step,
+            phase=output.phase,
             state=self.core.state,
             req_ids=[*cached.req_ids, *(row.req_id for row in new)] if new else cached.req_ids,
             num_computed_tokens=(
@@ -295,9 +286,10 @@ class Lane:
             ),
             num_scheduled_tokens=output.num_scheduled_tokens,
             num_scheduled_tokens_padded=output.num_scheduled_tokens_padded,
+            expected_us=expected_us,
             sent_unix_us=self._clock.unix_us(),
             sent_at=self._clock.now(),
-            timeout_s=max(self._config.min_step_timeout_s, self._config.step_timeout_factor * expected_s),
+            timeout_s=max(self._config.min_step_timeout_s, self._config.step_timeout_factor * expected_us / 1e6),
         )
 
     async def _sleep(self) -> None:
@@ -307,13 +299,12 @@ class Lane:
             await self._wakeup.wait()
         else:
             record = self._in_flight[0].record
-            # A step behind another one runs from the result of that one on.
-            left_s = max(record.sent_at, self._last_output_at) + record.timeout_s - self._clock.now()
+            left_s = self._oldest_since + record.timeout_s - self._clock.now()
             try:
                 async with asyncio.timeout(left_s):
                     await self._wakeup.wait()
             except TimeoutError:
-                raise _timed_out(record) from None
+                raise record.timed_out() from None
         self._wakeup.clear()
 
     def _check_idle(self) -> None:
@@ -322,18 +313,13 @@ class Lane:
             self._is_checked = True
 
 
-def _timed_out(record: SentStep) -> InternalError:
-    return InternalError(
-        f"step {record.step} has run for {record.timeout_s:g} s; allowed: step_timeout_factor times its expected time, "
-        "at least min_step_timeout_s"
-    )
-
-
-def build_core(info: ExecutorInfo, queue: LaneQueue, config: SchedulerServiceConfig) -> NeuronScheduler:
+def build_core(
+    info: ExecutorInfo, queue: LaneQueue, config: SchedulerServiceConfig, latencies: LatencyTable
+) -> NeuronScheduler:
     """A core with two steps in flight where the settings and the executor both allow it, else with one."""
     is_async = config.async_scheduling and info.limits.max_steps_in_flight > 1
     core = NeuronAsyncScheduler if is_async else NeuronScheduler
-    return core(scheduler_config(info, config), waiting=queue)
+    return core(scheduler_config(info, config), queue, latencies.graph_us)
 
 
 def scheduler_config(info: ExecutorInfo, config: SchedulerServiceConfig) -> SchedulerConfig:
@@ -348,4 +334,6 @@ def scheduler_config(info: ExecutorInfo, config: SchedulerServiceConfig) -> Sche
         num_batched_tokens_buckets=limits.num_batched_tokens_buckets,
         num_seqs_buckets=limits.num_seqs_buckets,
         enable_prefix_caching=config.enable_prefix_caching,
+        kv_admission=config.kv_admission,
+        max_decode_stall_ms=config.max_decode_stall_ms,
     )

@@ -58,10 +58,10 @@ class LatencyTable:
             computed += chunk
         return total
 
-    def us_per_prefill_token(self) -> float:
-        """Time of one prompt token in the largest bucket without context."""
+    def prefill_rate(self) -> PrefillRate:
+        """What to expect before anything is measured: the largest bucket, full and without context."""
         largest = self._limits.num_batched_tokens_buckets[-1]
-        return self.graph_us(Phase.PREFILL, largest, 0) / largest
+        return PrefillRate(largest, self.graph_us(Phase.PREFILL, largest, 0))
 
     def longest_us(self, output: SchedulerOutput) -> int:
         """Expected time of a step at the largest context: an upper bound, cheap to look up."""
@@ -72,6 +72,28 @@ class LatencyTable:
             return self._curves[Phase.DECODE, rows][-1][1]
         sizes = output.num_scheduled_tokens_padded.values()
         return sum(self._curves[Phase.PREFILL, size][-1][1] for size in sizes)
+
+
+class PrefillRate:
+    """How fast an executor gets through prompts, as of late. Tokens from the prefix cache cost nothing, padding does.
+
+    A mean over prefill steps; half of the weight is in the last 14.
+    """
+
+    KEPT = 0.95
+
+    def __init__(self, num_tokens: int, us: int) -> None:
+        self._num_tokens = float(num_tokens)
+        self._us = float(us)
+
+    @property
+    def tokens_per_us(self) -> float:
+        return self._num_tokens / self._us
+
+    def add(self, num_tokens: int, us: int) -> None:
+        """A prefill step got `num_tokens` further, hits included, in `us` of device time, >= 1."""
+        self._num_tokens = self._num_tokens * self.KEPT + num_tokens
+        self._us = self._us * self.KEPT + us
 
 
 def _require_all(curves: dict[tuple[Phase, int], list[tuple[int, int]]], limits: ExecutorLimits) -> None:

@@ -14,7 +14,6 @@ import structlog
 
 from holdback.errors import AlreadyExistsError, HoldbackError, InvalidArgumentError
 from holdback.types import FinishReason, RequestSpec, Usage
-from scheduler_svc.clock import Timer
 from scheduler_svc.core.request import Request
 from scheduler_svc.outbox import Outbox
 
@@ -45,7 +44,6 @@ class Submission:
         queued_s: time waited until then, earlier submissions included.
         first_bound_at: clock seconds; None before.
         first_token_at: clock seconds; None before.
-        deadline: ends it when it runs out; None without a deadline.
     """
 
     req_id: str
@@ -62,7 +60,6 @@ class Submission:
     num_moves: int = 0
     first_bound_at: float | None = None
     first_token_at: float | None = None
-    deadline: Timer | None = None
 
     @property
     def core_request(self) -> Request:

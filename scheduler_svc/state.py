@@ -8,9 +8,10 @@ from dataclasses import replace
 from holdback import codec
 from holdback.v1 import scheduler_pb2
 from scheduler_svc.dispatcher import Dispatcher
-from scheduler_svc.lane import Lane, SentStep
+from scheduler_svc.lane import Lane
 from scheduler_svc.pool import Pool
 from scheduler_svc.requests import request_id_of
+from scheduler_svc.steps import SentStep
 
 
 def load(pool: Pool, dispatcher: Dispatcher) -> scheduler_pb2.GetLoadResponse:
@@ -50,7 +51,7 @@ def head_waits_because(pool: Pool, dispatcher: Dispatcher) -> str:
     head = dispatcher.queue.head
     if head is None or not dispatcher.lanes:
         return pool.not_ready_reason or "the pool has lost its executors and waits for one"
-    reasons = ((lane.info.executor_id, dispatcher.why_not(head, lane)) for lane in dispatcher.lanes)
+    reasons = ((lane.info.executor_id, dispatcher.placement.why_not(head, lane)) for lane in dispatcher.lanes)
     return "; ".join(f"{executor_id}: {reason or 'it takes the request next'}" for executor_id, reason in reasons)
 
 

@@ -97,6 +97,7 @@ def build_spec(
     generation: int = 0,
     deadline_ms: int | None = None,
     queued_ms: int = 0,
+    priority: int = 0,
     num_logprobs: int | None = None,
 ) -> RequestSpec:
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop), num_logprobs=num_logprobs)
@@ -108,6 +109,7 @@ def build_spec(
         output_token_ids=list(outputs),
         deadline_ms=deadline_ms,
         queued_ms=queued_ms,
+        priority=priority,
     )
 
 
@@ -140,10 +142,15 @@ class ManualClock(Clock):
         heapq.heappush(self._timers, (timer.when, next(self._numbers), timer))
         return timer
 
+    def stall(self, seconds: float) -> None:
+        """Time passes while the process is busy: timers that are due ring with the next `advance`."""
+        self._now += seconds
+
     def advance(self, seconds: float) -> None:
         until = self._now + seconds
         while self._timers and self._timers[0][0] <= until:
-            self._now, _, timer = heapq.heappop(self._timers)
+            when, _, timer = heapq.heappop(self._timers)
+            self._now = max(self._now, when)
             if not timer.is_cancelled:
                 timer.callback()
         self._now = until

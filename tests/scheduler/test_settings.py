@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 
 import pytest
 from structlog.testing import capture_logs
@@ -10,7 +11,7 @@ from structlog.testing import capture_logs
 from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.executors import dial_target
-from tests.scheduler.parts import build_info
+from tests.scheduler.parts import Simulation, build_info, build_spec, prompt_of, settle
 
 
 def load(*arguments: str) -> SchedulerServiceConfig:
@@ -23,6 +24,26 @@ def test_the_defaults() -> None:
     assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (10_000, 10_000_000)
     assert (config.default_max_tokens, config.max_request_moves, config.gateway_stall_timeout_s) == (4096, 2, 10)
     assert config.executor_allowed_cidrs == ()
+    assert (config.async_scheduling, config.scheduling_policy.value, config.max_decode_stall_ms) == (True, "fcfs", 1000)
+
+
+async def test_policies_reach_the_core_of_each_lane(simulate: Callable[..., Simulation]) -> None:
+    for admission in ("max_model_len", "reserved", "phased"):
+        core = simulate(kv_admission=admission, max_decode_stall_ms=50).add_lane().lane.core
+        assert (core.config.kv_admission.value, core.config.max_decode_stall_ms) == (admission, 50)
+    assert simulate(max_decode_stall_ms=None).add_lane().lane.core.config.max_decode_stall_ms is None
+
+
+async def test_a_lane_bounds_the_stall_by_the_latencies_of_its_executor(simulate: Callable[..., Simulation]) -> None:
+    simulation = simulate(max_decode_stall_ms=250, async_scheduling=False)
+    lane = simulation.add_lane(is_stepped=True, prefill_us=100_000)
+    for handle in range(4):
+        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle), max_tokens=9))
+        await settle()
+    for _ in range(5):
+        await lane.step()
+    phases = [step.phase.value for step in lane.sent if step.phase is not None]
+    assert phases == ["prefill", "prefill", "decode", "prefill", "prefill", "decode"]  # a third one would pass 250 ms
 
 
 def test_networks_are_given_as_a_list() -> None:
@@ -42,6 +63,9 @@ def test_a_lease_must_outlast_a_heartbeat() -> None:
         (("--max-num-queued-reqs", "0"), "max_num_queued_reqs is '0'"),
         (("--default-max-tokens", "0"), "default_max_tokens is '0'"),
         (("--max-request-moves", "-1"), "max_request_moves is '-1'"),
+        (("--scheduling-policy", "lifo"), "scheduling_policy is 'lifo'"),
+        (("--kv-admission", "all"), "kv_admission is 'all'"),
+        (("--max-decode-stall-ms", "-1"), "max_decode_stall_ms is '-1'"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(arguments: tuple[str, str], message: str) -> None:

@@ -179,21 +179,36 @@ async def test_a_bad_request_is_refused_and_others_are_served(
     assert simulation.answers[0].finish_reason == "length"
 
 
-async def test_a_full_queue_refuses_with_a_delay(simulate: Simulate) -> None:
+async def test_a_full_queue_refuses_with_the_time_that_its_prefill_takes(simulate: Simulate) -> None:
     simulation = simulate(max_num_queued_reqs=2)
-    lane = simulation.add_lane(is_stepped=True, max_num_seqs=1)
-    simulation.submit(0, build_spec("runs", prompt_of(0)))
+    # 16 tokens in 3.2 s: 5 tokens a second.
+    lane = simulation.add_lane(is_stepped=True, max_num_seqs=1, prefill_us=3_200_000)
+    simulation.submit(0, build_spec("runs", [20] * 16))
     await settle()
     for handle in (1, 2, 3):
-        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle)))
+        simulation.submit(handle, build_spec(f"r{handle}", [20 + handle] * 10))
     answer = simulation.read()[3]
     assert answer.ended is not None
     assert answer.error_reason == "QUEUE_FULL"
-    assert "max_num_queued_reqs is 2" in answer.ended.error.message
-    assert answer.ended.error.retry_delay_ms == 1000
+    assert "max_num_queued_reqs is 2 and 2 requests wait" in answer.ended.error.message
+    assert answer.ended.error.retry_delay_ms == 4000  # 20 tokens wait
     while lane.unanswered:
         await lane.step()
     assert [simulation.read()[handle].finish_reason for handle in range(4)] == ["length", "length", "length", "error"]
+
+
+@pytest.mark.parametrize(("prefill_us", "retry_ms"), [(16, 100), (16_000_000, 30_000), (None, 30_000)])
+async def test_the_delay_is_within_bounds(simulate: Simulate, prefill_us: int | None, retry_ms: int) -> None:
+    simulation = simulate(max_num_queued_reqs=1)
+    if prefill_us is not None:
+        simulation.add_lane(is_stepped=True, max_num_seqs=1, prefill_us=prefill_us)
+    simulation.submit(0, build_spec("r0", [20] * 50))
+    await settle()
+    for handle in (1, 2):
+        simulation.submit(handle, build_spec(f"r{handle}", [20] * 50))
+    answer = simulation.read()[2 if prefill_us is not None else 1]
+    assert answer.ended is not None
+    assert answer.ended.error.retry_delay_ms == retry_ms
 
 
 async def test_a_queue_full_of_tokens_refuses_what_does_not_fit(simulate: Simulate) -> None:

@@ -1,0 +1,49 @@
+"""How much may wait, for how long it will, and what is told to those who are refused for it.
+
+A wait is what the requests ahead have to prefill over the rate at which the lanes do that, as measured. It leaves out
+the decode steps in between, so it is the least that a request has to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdback.errors import DeadlineExceededError, ErrorReason, ResourceExhaustedError
+from scheduler_svc.config import SchedulerServiceConfig
+from scheduler_svc.lane import Lane
+
+MIN_RETRY_AFTER_S = 0.1
+MAX_RETRY_AFTER_S = 30.0
+
+
+def check_room(
+    config: SchedulerServiceConfig, lanes: Sequence[Lane], num_waiting: int, num_waiting_tokens: int, num_tokens: int
+) -> None:
+    """Raises ResourceExhaustedError: a request of `num_tokens` is more than may wait."""
+    if num_waiting >= config.max_num_queued_reqs:
+        full = f"max_num_queued_reqs is {config.max_num_queued_reqs} and {num_waiting} requests wait"
+    elif num_waiting_tokens + num_tokens > config.max_num_queued_tokens:
+        limit = config.max_num_queued_tokens
+        full = f"max_num_queued_tokens is {limit}; {num_waiting_tokens} wait and the request has {num_tokens}"
+    else:
+        return
+    wait_s = expected_wait_s(lanes, num_waiting_tokens)
+    retry_after_s = MAX_RETRY_AFTER_S if wait_s is None else min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+    raise ResourceExhaustedError(f"the queue is full: {full}", retry_after_s=round(retry_after_s, 3))
+
+
+def check_wait(lanes: Sequence[Lane], num_tokens_ahead: int, deadline_ms: int) -> None:
+    """Raises DeadlineExceededError (QUEUE_LONGER_THAN_DEADLINE): what is ahead alone takes longer than the deadline."""
+    wait_s = expected_wait_s(lanes, num_tokens_ahead)
+    if wait_s is not None and wait_s * 1000 > deadline_ms:
+        raise DeadlineExceededError(
+            f"deadline_ms is {deadline_ms}; allowed: at least {wait_s * 1000:.0f}, in which the lanes prefill the "
+            f"{num_tokens_ahead} tokens that wait ahead",
+            reason=ErrorReason.QUEUE_LONGER_THAN_DEADLINE,
+        )
+
+
+def expected_wait_s(lanes: Sequence[Lane], num_tokens: int) -> float | None:
+    """How long the lanes need to prefill `num_tokens`; None while there is none that takes requests."""
+    tokens_per_us = sum(lane.prefill_rate.tokens_per_us for lane in lanes if not lane.is_draining)
+    return num_tokens / tokens_per_us / 1e6 if tokens_per_us else None
