@@ -103,6 +103,28 @@ def test_a_slot_given_away_while_its_last_step_is_in_flight_harms_neither(steps:
     assert runner.execute(steps.decode("b")).sampled_token_ids == ANSWER[1:2]
 
 
+def test_a_name_that_comes_back_in_another_slot_is_another_request(steps: Steps) -> None:
+    runner = build_runner()
+    runner.execute(steps.new("a", [90, 91, 92], slot=0, blocks=[1, 2]))
+    runner.execute(steps.decode("a"))
+    runner.execute(steps.new("a", PROMPT, slot=1, blocks=[3, 4], finished=["a"]))
+    assert runner.execute(steps.decode("a")).sampled_token_ids == ANSWER[1:2]
+
+
+def test_a_prefill_between_two_decodes_of_the_same_rows_changes_neither(steps: Steps) -> None:
+    """What is kept of the rows, and the buffers that the prefill used meanwhile, do not mix."""
+    runner = build_runner()
+    a, b, prompt = ANSWER, expected_tokens([30, 31], 6, VOCAB_SIZE), list(range(40, 48))
+    runner.execute(steps.new("a", PROMPT, slot=0, blocks=[1, 2]))
+    runner.execute(steps.new("b", [30, 31], slot=3, blocks=[3, 4]))
+    assert runner.execute(steps.decode("a", "b")).sampled_token_ids == [a[1], b[1]]
+    runner.execute(steps.new("c", prompt, slot=1, blocks=[5, 6], num_tokens=4))
+    assert runner.execute(steps.decode("a", "b")).sampled_token_ids == [a[2], b[2]]
+    assert runner.execute(steps.chunk("c", 4)).sampled_token_ids == expected_tokens(prompt, 1, VOCAB_SIZE)
+    more = runner.execute(steps.decode("b", "a", blocks={"b": [7]}))
+    assert more.sampled_token_ids == [b[3], expected_tokens(PROMPT, 4, VOCAB_SIZE)[3]]
+
+
 def test_a_third_step_in_flight_and_a_collection_out_of_order_are_refused(steps: Steps) -> None:
     runner = build_runner()
     runner.execute(steps.new("a", PROMPT, blocks=[1, 2, 3]))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies
+from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies, expected_tokens
 from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError, InternalError
 from holdback.v1 import scheduler_pb2
 from tests.executor.builders import VOCAB_SIZE, Steps, build_device
@@ -56,6 +56,34 @@ async def test_steps_are_run_in_order_and_answered_one_by_one(scheduler: StubSch
     assert [output.step for output in outputs] == [0, 1, 2]
     assert [list(output.sampled_token_ids) for output in outputs] == [[token] for token in ANSWER]
     assert all(output.timings.device_us >= 1 for output in outputs)
+
+
+@pytest.mark.case("B13")
+@pytest.mark.parametrize("num_outputs", [0, 1, 2, 5])
+async def test_a_slot_and_blocks_given_away_with_a_late_step_in_flight_serve_their_next_owner(
+    num_outputs: int, scheduler: StubScheduler, steps: Steps
+) -> None:
+    """All is sent at once, as a scheduler does that never waits: the late step is the one that samples output n."""
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        old, other = [90, 91, 92], [30, 31]
+        async with Drive(info) as drive:
+            await drive.accepted()
+            await drive.send(steps.new("other", other, slot=1, blocks=[5, 6, 7]))
+            await drive.send(steps.new("old", old, slot=0, blocks=[1, 2, 3]))
+            for _ in range(num_outputs):
+                await drive.send(steps.decode("other", "old"))
+            await drive.send(steps.new("new", PROMPT, slot=0, blocks=[1, 2], finished=["old"]))
+            for _ in range(2):
+                await drive.send(steps.decode("new", "other"))
+            outputs = [list((await drive.next()).output.sampled_token_ids) for _ in range(num_outputs + 5)]
+    others = expected_tokens(other, num_outputs + 3, VOCAB_SIZE)
+    olds = expected_tokens(old, num_outputs + 1, VOCAB_SIZE)
+    assert outputs == [
+        *([others[0]], [olds[0]]),
+        *([others[step], olds[step]] for step in range(1, num_outputs + 1)),
+        *(ANSWER[:1], [ANSWER[1], others[num_outputs + 1]], [ANSWER[2], others[num_outputs + 2]]),
+    ]
 
 
 async def test_an_executor_is_alive_while_it_loads_and_ready_once_accepted(scheduler: StubScheduler) -> None:
