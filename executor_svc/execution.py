@@ -106,6 +106,9 @@ class Execution:
 
     def _submit(self, request: executor_pb2.ExecuteRequest) -> None:
         kind = request.WhichOneof("request")
+        if kind is None:  # of a newer scheduler, and means nothing here
+            self._room.release()
+            return
         if kind != "step":
             raise InvalidArgumentError.of("request", kind, "step, after the one open")
         arrived_ns = time.monotonic_ns()
