@@ -9,8 +9,7 @@ import pydantic
 import structlog
 
 from holdback.config import ServiceConfig
-from scheduler_svc.core.config import KvAdmission
-from scheduler_svc.global_queue import SchedulingPolicy
+from scheduler_svc.core.config import KvAdmission, SchedulingPolicy
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -174,7 +174,7 @@ class Dispatcher:
         if spec.deadline_ms is not None:
             self._deadlines.add(submission, now + spec.deadline_ms / 1000)
         if self._pool.model is None:
-            self._parked.append(submission)
+            self._parked.add(submission)
         else:
             self._enqueue(submission, self._pool.model)
 
@@ -184,7 +184,7 @@ class Dispatcher:
 
     def _enqueue(self, submission: Submission, model: ModelInfo) -> None:
         submission.request = Request(submission.req_id, submission.spec, model.eos_token_ids)
-        self.queue.append(submission)
+        self.queue.add(submission)
         if self.queue.head is submission:
             self.placement.wake_chosen()
 
@@ -211,7 +211,6 @@ class Dispatcher:
         self.placement.remove(lane)
         del self._fan_outs[lane]
         blamed = lane.req_ids_to_blame if is_lost else set()
-        moved = []
         for request in lane.core.release_all():
             submission = self._submissions[request.req_id]
             self._unbind(submission, request)
@@ -219,8 +218,7 @@ class Dispatcher:
             if submission.num_moves > self._config.max_request_moves:
                 self._end(submission, FinishReason.ERROR, error=self._too_many_moves(submission))
             else:
-                moved.append(submission)
-        self.queue.put_back(moved)
+                self.queue.add(submission)
         self._end_stranded(lane)
         self._pool.executor_left()
         self.placement.wake_chosen()
@@ -262,7 +260,7 @@ class Dispatcher:
         submission = self._submissions[request.req_id]
         if submission.lane is not None:
             self._unbind(submission, request)
-        self.queue.put_back([submission])
+        self.queue.add(submission)
 
     def _unbind(self, submission: Submission, request: Request) -> None:
         submission.lane = None

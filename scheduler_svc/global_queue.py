@@ -1,127 +1,72 @@
 """The one queue of the pool, and how a lane sees it.
 
-Under the policy `priority` lower priorities come first; under `fcfs` all are of one class. Within a class requests that
-have started before stand in front, in their order of arrival; behind them those that have not, first come, first
-served. A lane sees only the head, and only in the `schedule()` for which the dispatcher offers it.
+Under the policy `priority` lower priorities come first; under `fcfs` all count as one. Within one, requests that have
+started before stand in front; among equals who came first is first. A lane sees only the head, and only in the
+`schedule()` for which the dispatcher offers it.
 """
 
 from __future__ import annotations
 
-import bisect
-import enum
-import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
+from scheduler_svc.core.config import SchedulingPolicy
+from scheduler_svc.core.queue import KeyedQueue
 from scheduler_svc.core.request import Request
 from scheduler_svc.requests import Submission
 
 
-class SchedulingPolicy(enum.StrEnum):
-    """Who is served first."""
-
-    FCFS = "fcfs"
-    PRIORITY = "priority"
-
-
-class _PriorityClass:
-    """Waiting submissions of one priority. Every operation but a move is O(1)."""
-
-    def __init__(self) -> None:
-        self._started: OrderedDict[str, Submission] = OrderedDict()
-        self._fresh: OrderedDict[str, Submission] = OrderedDict()
-        self.num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._started) + len(self._fresh)
-
-    def __iter__(self) -> Iterator[Submission]:
-        return itertools.chain(self._started.values(), self._fresh.values())
-
-    def append(self, submission: Submission) -> None:
-        queue = self._started if submission.has_started else self._fresh
-        queue[submission.req_id] = submission
-        self.num_tokens += submission.num_prefill_tokens
-
-    def put_back(self, moved: list[Submission]) -> None:
-        moved.sort(key=lambda submission: submission.number)
-        older = []
-        while self._started and next(iter(self._started.values())).number < moved[-1].number:
-            older.append(self._started.popitem(last=False)[1])
-        for submission in sorted([*older, *moved], key=lambda submission: submission.number, reverse=True):
-            self._started[submission.req_id] = submission
-            self._started.move_to_end(submission.req_id, last=False)
-        self.num_tokens += sum(submission.num_prefill_tokens for submission in moved)
-
-    def remove(self, req_id: str) -> Submission | None:
-        submission = self._started.pop(req_id, None) or self._fresh.pop(req_id, None)
-        if submission is not None:
-            self.num_tokens -= submission.num_prefill_tokens
-        return submission
-
-
 class GlobalQueue:
-    """Waiting submissions. Every operation but iteration and a move costs the same however many wait."""
+    """Waiting submissions.
+
+    Attributes:
+        num_tokens: that all of them have to prefill.
+    """
 
     def __init__(self, policy: SchedulingPolicy = SchedulingPolicy.FCFS) -> None:
         self._policy = policy
-        # Only classes that have requests.
-        self._classes: dict[int, _PriorityClass] = {}
-        self._priorities: list[int] = []
+        self._queue: KeyedQueue[Submission] = KeyedQueue()
+        self._num_tokens_by_priority = Counter[int]()
+        self.num_tokens = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes.values()))
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Submission]:
-        return itertools.chain.from_iterable(self._classes[priority] for priority in self._priorities)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all of them have to prefill."""
-        return sum(entry.num_tokens for entry in self._classes.values())
+        return iter(self._queue)
 
     @property
     def head(self) -> Submission | None:
-        return next(iter(self._classes[self._priorities[0]])) if self._priorities else None
+        return self._queue.peek()
 
     def num_tokens_ahead(self, priority: int) -> int:
         """Tokens to prefill before a new arrival of this priority."""
         if self._policy is SchedulingPolicy.FCFS:
             return self.num_tokens
-        return sum(entry.num_tokens for number, entry in self._classes.items() if number <= priority)
+        return sum(count for number, count in self._num_tokens_by_priority.items() if number <= priority)
 
-    def append(self, submission: Submission) -> None:
-        """A new arrival; a resubmission of one that had started goes behind those of its class that have started."""
-        self._class_of(submission).append(submission)
-
-    def put_back(self, submissions: Iterable[Submission]) -> None:
-        """Requests that lost their lane, each where its arrival puts it among those of its class that have started."""
-        by_class: dict[int, list[Submission]] = {}
-        for submission in submissions:
-            by_class.setdefault(self._priority_of(submission), []).append(submission)
-        for moved in by_class.values():
-            self._class_of(moved[0]).put_back(moved)
+    def add(self, submission: Submission) -> None:
+        """Puts in a new arrival, or one that lost its lane; where it stands follows from what it is."""
+        priority = self._priority_of(submission)
+        key = (priority, int(not submission.has_started), submission.number)
+        self._queue.push(submission.req_id, key, submission)
+        self._count(priority, submission.num_prefill_tokens)
 
     def remove(self, submission: Submission) -> bool:
         """Takes one out, wherever it stands; False when it does not wait."""
-        priority = self._priority_of(submission)
-        entry = self._classes.get(priority)
-        if entry is None or entry.remove(submission.req_id) is None:
+        if self._queue.remove(submission.req_id) is None:
             return False
-        if not len(entry):
-            del self._classes[priority]
-            self._priorities.remove(priority)
+        self._count(self._priority_of(submission), -submission.num_prefill_tokens)
         return True
+
+    def _count(self, priority: int, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._num_tokens_by_priority[priority] += num_tokens
+        if not self._num_tokens_by_priority[priority]:
+            del self._num_tokens_by_priority[priority]
 
     def _priority_of(self, submission: Submission) -> int:
         return submission.spec.priority if self._policy is SchedulingPolicy.PRIORITY else 0
-
-    def _class_of(self, submission: Submission) -> _PriorityClass:
-        priority = self._priority_of(submission)
-        if priority not in self._classes:
-            self._classes[priority] = _PriorityClass()
-            bisect.insort(self._priorities, priority)
-        return self._classes[priority]
 
 
 class LaneQueue:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdback.errors import UnavailableError
-from scheduler_svc.global_queue import GlobalQueue, SchedulingPolicy
+from scheduler_svc.core.config import SchedulingPolicy
+from scheduler_svc.global_queue import GlobalQueue
 from scheduler_svc.requests import Session, Submission, request_id_of
 from tests.scheduler.parts import Simulation, build_spec, prompt_of, settle
 
@@ -33,7 +34,7 @@ def numbers(queue: GlobalQueue) -> list[int]:
 def test_under_fcfs_priorities_mean_nothing() -> None:
     queue = GlobalQueue(SchedulingPolicy.FCFS)
     for number, priority in enumerate((5, -5, 0)):
-        queue.append(build_submission(number, priority))
+        queue.add(build_submission(number, priority))
     assert numbers(queue) == [0, 1, 2]
     assert queue.num_tokens_ahead(-100) == 1 + 2 + 3
 
@@ -41,7 +42,7 @@ def test_under_fcfs_priorities_mean_nothing() -> None:
 def test_lower_priorities_come_first_and_within_one_who_came_first() -> None:
     queue = GlobalQueue(SchedulingPolicy.PRIORITY)
     for number, priority in enumerate((0, 5, -5, 0, -5)):
-        queue.append(build_submission(number, priority))
+        queue.add(build_submission(number, priority))
     assert numbers(queue) == [2, 4, 0, 3, 1]
     assert queue.head is not None
     assert queue.head.number == 2
@@ -52,48 +53,42 @@ def test_lower_priorities_come_first_and_within_one_who_came_first() -> None:
 
 def test_of_one_priority_those_that_have_started_stand_in_front_in_order_of_arrival() -> None:
     queue = GlobalQueue(SchedulingPolicy.PRIORITY)
-    queue.append(build_submission(6, priority=1))
-    queue.append(build_submission(7, priority=2))
-    queue.append(build_submission(5, priority=2, has_started=True))
-    moved = [build_submission(number, priority, has_started=True) for number, priority in ((4, 2), (1, 2), (3, 1))]
-    queue.put_back(moved)
+    for number, priority in ((6, 1), (7, 2)):
+        queue.add(build_submission(number, priority))
+    for number, priority in ((5, 2), (4, 2), (1, 2), (3, 1)):
+        queue.add(build_submission(number, priority, has_started=True))
     assert numbers(queue) == [3, 6, 1, 4, 5, 7]
-
-
-Operation = tuple[str, int, int]
 
 
 @given(
     operations=st.lists(
-        st.tuples(st.sampled_from(["append", "remove", "move"]), st.integers(0, 15), st.integers(-2, 2)), max_size=50
+        st.tuples(st.booleans(), st.integers(0, 15), st.integers(-2, 2), st.booleans()),
+        max_size=50,
     ),
     policy=st.sampled_from(SchedulingPolicy),
 )
-def test_the_order_is_that_of_a_sort_after_any_operations(
-    operations: list[Operation], policy: SchedulingPolicy
+def test_order_and_counts_are_right_after_any_operations(
+    operations: list[tuple[bool, int, int, bool]], policy: SchedulingPolicy
 ) -> None:
     queue, waiting = GlobalQueue(policy), dict[int, Submission]()
-    for kind, number, priority in operations:
-        if kind == "remove":
+    for is_removal, number, priority, has_started in operations:
+        if is_removal:
             waits = number in waiting
             assert queue.remove(waiting.pop(number, build_submission(number, priority))) is waits
         elif number not in waiting:
-            submission = waiting[number] = build_submission(number, priority, has_started=kind == "move")
-            if kind == "move":
-                queue.put_back([submission])
-            else:
-                queue.append(submission)
-    fresh_order = [submission.number for submission in queue if not submission.has_started]
-    by_priority = policy is SchedulingPolicy.PRIORITY
-
-    def place(submission: Submission) -> tuple[int, bool, int]:
-        is_fresh = not submission.has_started
-        last = fresh_order.index(submission.number) if is_fresh else submission.number
-        return submission.spec.priority if by_priority else 0, is_fresh, last
-
-    assert numbers(queue) == [submission.number for submission in sorted(waiting.values(), key=place)]
+            waiting[number] = build_submission(number, priority, has_started=has_started)
+            queue.add(waiting[number])
+    classes: dict[int, list[Submission]] = {}
+    for submission in waiting.values():
+        classes.setdefault(submission.spec.priority * (policy is SchedulingPolicy.PRIORITY), []).append(submission)
+    expected = []
+    for _, members in sorted(classes.items()):
+        started = [submission.number for submission in members if submission.has_started]
+        expected += sorted(started) + sorted(member.number for member in members if not member.has_started)
+    assert numbers(queue) == expected
+    assert (queue.head.number if queue.head else None) == (expected[0] if expected else None)
     assert len(queue) == len(waiting)
-    assert queue.num_tokens == sum(number + 1 for number in waiting)
+    assert queue.num_tokens == queue.num_tokens_ahead(2) == sum(number + 1 for number in waiting)
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", [0, 1, 2, 3]), ("priority", [0, 2, 3, 1])])
