@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everybody knows
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from executor_svc.kernels.native import HEAD_DIMS, NativeKernels, Pages
 from executor_svc.kv_cache import KVCache
 from holdback.types import Phase
 
@@ -116,6 +117,7 @@ class PagedContext:
         context_lens: int64 [1 or B], visible tokens, those of this step included; cut to real rows.
         longest_context: the largest of `context_lens`, >= 1.
         num_tokens: real tokens of a prefill, the first of the T; real rows of a decode, the first of the B.
+        kernels: compute in bfloat16 what they can; None leaves everything to PyTorch.
     """
 
     cache: KVCache
@@ -125,6 +127,7 @@ class PagedContext:
     context_lens: torch.Tensor
     longest_context: int
     num_tokens: int
+    kernels: NativeKernels | None = None
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _hidden_rows: torch.Tensor | None = None
 
@@ -146,7 +149,33 @@ class PagedContext:
         """Writes the call's keys and values, then attends."""
         key, value = call.key.transpose(1, 2).flatten(0, 1), call.value.transpose(1, 2).flatten(0, 1)
         self.cache.write(call.layer, self.rows, key, value)
+        if self.kernels is not None and _suits_kernels(call):
+            return self._attend_natively(self.kernels, call)
         return self._attend_prefill(call) if self.phase is Phase.PREFILL else self._attend_decode(call)
+
+    def _attend_natively(self, kernels: NativeKernels, call: AttentionCall) -> torch.Tensor:
+        """Zero for padding tokens and rows. See `executor_svc.kernels`."""
+        keys, values = self.cache.keys[call.layer], self.cache.values[call.layer]
+        heads, head_dim = call.query.shape[1], call.query.shape[3]
+        pages = Pages(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            block_size=self.cache.block_size,
+            kv_heads=call.num_kv_heads,
+            heads=heads,
+            head_dim=head_dim,
+            scale=call.scale,
+            window=call.sliding_window or 0,
+        )
+        query = call.query.transpose(1, 2)  # [1, T, heads, head_dim] or [B, 1, heads, head_dim]
+        real = query.flatten(0, 1)[: self.num_tokens].contiguous()
+        if self.phase is Phase.PREFILL:
+            start = self.longest_context - self.num_tokens
+            attended = kernels.prefill_attention(pages, real, self.block_tables[0], start)
+        else:
+            attended = kernels.decode_attention(pages, real, self.block_tables, self.context_lens)
+        num_padding = query.shape[0] * query.shape[1] - self.num_tokens
+        return F.pad(attended, (0, 0, 0, 0, 0, num_padding)).view(query.shape)
 
     def _attend_prefill(self, call: AttentionCall) -> torch.Tensor:
         """Zero for padding tokens, whose keys and values are read by nobody."""
@@ -226,6 +255,11 @@ class PagedContext:
             keys = torch.arange(self.block_tables.shape[1] * self.cache.block_size)
             self._hidden_rows = (keys >= self.context_lens[:, None]).flatten().nonzero().flatten()
         return self._hidden_rows
+
+
+def _suits_kernels(call: AttentionCall) -> bool:
+    is_plain = call.softcap is None and call.sinks is None
+    return is_plain and call.query.dtype is torch.bfloat16 and call.query.shape[3] in HEAD_DIMS
 
 
 def _attend_plainly(

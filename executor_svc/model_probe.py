@@ -8,11 +8,13 @@ length of a batch (dynamic RoPE) goes wrong. For the latter the second chunk is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from executor_svc.attention import IMPLEMENTATION, AttentionCall, PagedContext
+from executor_svc.kernels.native import NativeKernels
 from executor_svc.kv_cache import KVCache, LayerShape
 from executor_svc.models import LoadedModel
 from holdback.errors import ConfigError
@@ -77,15 +79,23 @@ def find_layers(model: LoadedModel) -> list[LayerShape]:
 
 
 @torch.inference_mode()
-def check_logits(model: LoadedModel, layers: list[LayerShape]) -> None:
+def check_logits(
+    model: LoadedModel, layers: list[LayerShape], rewrite: Callable[[LoadedModel], NativeKernels | None] | None = None
+) -> None:
     """Compares one chunk with transformers' own attention, and with two chunks and a decode step.
+
+    Args:
+        model: as loaded.
+        layers: as `find_layers` gave them.
+        rewrite: replaces parts of the model by faster ones, which must give the same logits too, and returns the
+            kernels for its attention.
 
     Raises:
         ConfigError: they differ by more than rounding can explain.
     """
     num_tokens = min(_NUM_TOKENS, model.info.max_model_len)
     if num_tokens < 3:
-        return  # too short for two chunks and a decode step, so nothing of it can ever run
+        return  # too short for two chunks and a decode step
     ids = torch.randint(model.info.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     cut = min(_FIRST_CHUNK, num_tokens - 2)
     positions = torch.arange(num_tokens)
@@ -93,14 +103,21 @@ def check_logits(model: LoadedModel, layers: list[LayerShape]) -> None:
     runner = _Runner(model, layers)
     once = runner.in_chunks(ids, positions, [num_tokens])
     _compare(model, "transformers' own attention", once, _own_logits(model, ids, positions))
-    chunked = runner.in_chunks(ids, positions, [cut, num_tokens - 1, num_tokens])
-    _compare(model, "the same text in two chunks and a decode step", chunked, once)
+    in_chunks = [cut, num_tokens - 1, num_tokens]
+    _compare(model, "the same text in two chunks and a decode step", runner.in_chunks(ids, positions, in_chunks), once)
+    kernels = None if rewrite is None else rewrite(model)
+    if kernels is not None:
+        runner = _Runner(model, layers, kernels)
+        _compare(model, "its layers rewritten", runner.in_chunks(ids, positions, [num_tokens]), once)
+        chunked = runner.in_chunks(ids, positions, in_chunks)
+        _compare(model, "its layers rewritten, in two chunks and a decode step", chunked, once)
 
 
 class _Runner:
-    def __init__(self, model: LoadedModel, layers: list[LayerShape]) -> None:
+    def __init__(self, model: LoadedModel, layers: list[LayerShape], kernels: NativeKernels | None = None) -> None:
         self._model = model
         self._layers = layers
+        self._kernels = kernels
 
     def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, ends: list[int]) -> torch.Tensor:
         """Logits of the last two tokens, float32 [2, vocab_size]; a chunk of one token is decoded."""
@@ -116,6 +133,7 @@ class _Runner:
                 context_lens=torch.tensor([end]),
                 longest_context=end,
                 num_tokens=end - start,
+                kernels=self._kernels,
             )
             keep = torch.arange(max(start, end - 2), end) - start
             logits = self._model.logits(ids[None, start:end], positions[None, start:end], context, keep)

@@ -19,14 +19,17 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from executor_svc.attention import PagedContext
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs, StepResult
 from executor_svc.devices.worker import OrderedWorker
+from executor_svc.fast_model import is_fused, rewrite
+from executor_svc.kernels import NativeKernels, load_kernels
 from executor_svc.kv_cache import KVCache, block_bytes, choose_num_blocks
 from executor_svc.model_probe import check_logits, find_layers
-from executor_svc.models import load_model
+from executor_svc.models import LoadedModel, load_model
 from executor_svc.sampler import Sampler
 from holdback.buckets import (
     blocks_for,
@@ -36,6 +39,8 @@ from holdback.buckets import (
 )
 from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits, Phase, RequestSpec
+
+log = structlog.get_logger()
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 32
@@ -57,6 +62,8 @@ class CpuSettings:
         num_batched_tokens_buckets: prefill shapes; None is decision K2's default.
         num_seqs_buckets: decode shapes; None is decision K2's default.
         num_threads: of PyTorch in this process; None leaves it alone.
+        use_kernels: run bfloat16 with the kernels in C++ where they can be built (`executor_svc.kernels`).
+        kernels_directory: where compiled kernels are kept; None is the user's cache directory.
     """
 
     dtype: str = "bfloat16"
@@ -69,6 +76,8 @@ class CpuSettings:
     num_batched_tokens_buckets: Sequence[int] | None = None
     num_seqs_buckets: Sequence[int] | None = None
     num_threads: int | None = None
+    use_kernels: bool = True
+    kernels_directory: pathlib.Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +85,8 @@ class _Step:
     """A step on its way to the device's thread: what `StepInputs` held, copied into tensors of its own.
 
     Attributes:
-        input_ids: int64 [1, T] of a prefill, None in a decode.
-        positions: int64 [1, T] or [B, 1].
+        input_ids: int64 [1, T] of a prefill, whose T tokens are all real; None in a decode.
+        positions: int64 [1, T] or [B, 1], where B is the real rows, or two.
         context: what attention needs.
         slots: int64 [1] or [B].
         num_rows: rows that may sample: 1, or the real rows of a decode.
@@ -118,7 +127,9 @@ class CpuDevice(Device):
         self._model = load_model(model_directory, settings.dtype, settings.max_model_len)
         self.model = self._model.info
         layers = find_layers(self._model)
-        check_logits(self._model, layers)
+        self._kernels, self.kernels = _load_kernels(settings)
+        log.info("kernels", kernels=self.kernels)
+        check_logits(self._model, layers, None if self._kernels is None else self._rewrite)
         dtype = self._model.module.dtype
         num_blocks = choose_num_blocks(
             block_bytes(layers, settings.block_size, dtype),
@@ -129,14 +140,20 @@ class CpuDevice(Device):
         )
         self.limits = _make_limits(settings, self.model.max_model_len, num_blocks)
         check_limits(self.limits, self.model.max_model_len)
-        # Matrix products of one row are computed in another order than those of more, which bfloat16 shows.
-        self._smallest_batch = 2 if dtype is torch.bfloat16 else 1
+        # PyTorch computes a matrix product of one row in another order than those of more, which bfloat16 shows.
+        is_invariant = dtype is not torch.bfloat16 or is_fused(self._model.module)
+        self._smallest_batch = 1 if is_invariant else 2
         self._graphs = frozenset(self.declared_graphs())
         self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
         self._sampler = Sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids)
         self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
         self._worker = OrderedWorker("cpu-device")
         self._starts: list[Future[None]] = []
+
+    def _rewrite(self, model: LoadedModel) -> NativeKernels | None:
+        if self._kernels is not None:
+            self.kernels += f"; {rewrite(model.module, self._kernels)}"
+        return self._kernels
 
     def declared_graphs(self) -> list[GraphKey]:
         context = self.model.max_model_len
@@ -186,26 +203,31 @@ class CpuDevice(Device):
                 raise ValueError(f"{name} of a {key.phase.value} of {key.size} has shape {found}; allowed: {shape}")
 
     def _take(self, inputs: StepInputs) -> _Step:
-        """Copies what the step needs, so that the caller may use its arrays again."""
+        """Copies what the step needs, so that the caller may use its arrays again. Padding is left out: the number of
+        tokens or rows is data on a CPU.
+        """
         is_prefill = inputs.key.phase is Phase.PREFILL
-        missing = 0 if is_prefill else max(0, self._smallest_batch - inputs.key.size)
-        positions = _copied(inputs.positions, missing, 0)
+        num_tokens = inputs.num_tokens
+        size = num_tokens if is_prefill else max(num_tokens, self._smallest_batch)
+        num_rows = 1 if is_prefill else size
+        positions = _copied(inputs.positions, size, 0)
         context = PagedContext(
             cache=self.kv_cache,
             phase=inputs.key.phase,
-            rows=self.kv_cache.rows_for(_copied(inputs.slot_mapping, missing, -1)),
-            block_tables=_copied(inputs.block_tables, missing, 0),
-            context_lens=_copied(inputs.context_lens, missing, 0),
+            rows=self.kv_cache.rows_for(_copied(inputs.slot_mapping, size, -1)),
+            block_tables=_copied(inputs.block_tables, num_rows, 0),
+            context_lens=_copied(inputs.context_lens, num_rows, 0),
             longest_context=int(inputs.context_lens.max()),
-            num_tokens=inputs.num_tokens,
+            num_tokens=num_tokens,
+            kernels=self._kernels,
         )
-        wanted = [inputs.num_tokens - 1] if inputs.sampling is not None else []
+        wanted = [num_tokens - 1] if inputs.sampling is not None else []
         return _Step(
-            input_ids=None if inputs.input_ids is None else _copied(inputs.input_ids, 0, 0)[None],
+            input_ids=None if inputs.input_ids is None else _copied(inputs.input_ids, size, 0)[None],
             positions=positions[None] if is_prefill else positions[:, None],
             context=context,
-            slots=_copied(inputs.slots, missing, self.limits.max_num_seqs),
-            num_rows=1 if is_prefill else inputs.num_tokens,
+            slots=_copied(inputs.slots, num_rows, self.limits.max_num_seqs),
+            num_rows=1 if is_prefill else num_tokens,
             keep=torch.tensor(wanted, dtype=torch.long) if is_prefill else None,
             sampling=inputs.sampling,
         )
@@ -262,8 +284,16 @@ def _make_limits(settings: CpuSettings, max_model_len: int, num_blocks: int) -> 
     )
 
 
-def _copied(array: npt.NDArray[np.int32], missing: int, filler: int) -> torch.Tensor:
-    """An int64 tensor with the values of `array` and `missing` rows of `filler` after them."""
-    padded = np.full((array.shape[0] + missing, *array.shape[1:]), filler, np.int64)
-    padded[: array.shape[0]] = array
+def _copied(array: npt.NDArray[np.int32], size: int, filler: int) -> torch.Tensor:
+    """An int64 tensor with the first `size` rows of `array`, and rows of `filler` where it has fewer."""
+    padded = np.full((size, *array.shape[1:]), filler, np.int64)
+    padded[: len(array)] = array[:size]
     return torch.from_numpy(padded)
+
+
+def _load_kernels(settings: CpuSettings) -> tuple[NativeKernels | None, str]:
+    if settings.dtype != "bfloat16":
+        return None, f"PyTorch, for the dtype is {settings.dtype}"
+    if not settings.use_kernels:
+        return None, "PyTorch, as the settings say"
+    return load_kernels(settings.kernels_directory)

@@ -1,0 +1,82 @@
+// What Python calls (native.py): plain functions over memory that torch owns. No header of torch is needed, so that it
+// compiles in seconds. Threads are OpenMP's, those that torch has started already.
+#include <omp.h>
+
+#include "attention.h"
+#include "layers.h"
+#include "linear.h"
+#include "prefill.h"
+
+namespace {
+
+template <typename Work>
+void with_team(int threads, int num_counters, const Work& work) {
+  Team team(num_counters);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp single
+    team.size = omp_get_num_threads();  // it may give fewer
+    int counter = 0;
+    work(team, counter);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void holdback_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int64_t panel = 0; panel < panels_of(outputs); ++panel) pack_panel(weight, outputs, inputs, panel, packed);
+}
+
+void holdback_linear(const bf16* input, int64_t rows, int64_t inputs, const bf16* packed, int64_t outputs,
+                     const bf16* bias, void* out, int is_float, int threads) {
+  with_team(threads, 1, [&](Team& team, int& counter) {
+    linear(team, counter, input, rows, inputs, packed, outputs, [&](int64_t row, int64_t column, __m512 sum) {
+      const int64_t count = std::min<int64_t>(16, outputs - column);
+      if (count <= 0) return;
+      const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+      if (bias != nullptr)
+        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(
+                                     _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, bias + column)), 16)));
+      if (is_float) _mm512_mask_storeu_ps(static_cast<float*>(out) + row * outputs + column, mask, sum);
+      else _mm256_mask_storeu_epi16(static_cast<bf16*>(out) + row * outputs + column, mask,
+                                    (__m256i)_mm512_cvtneps_pbh(sum));
+    });
+  });
+}
+
+void holdback_decode_attention(const Pages* pages, int64_t rows, const int64_t* tables, int64_t width,
+                               const int64_t* lengths, const bf16* query, bf16* out, int threads) {
+  DecodeAttention attention(rows, tables, width, lengths, pages->heads, pages->head_dim);
+  const auto find = [&](int64_t row, int64_t head, bool) {
+    return query + (row * pages->heads + head * pages->group()) * pages->head_dim;
+  };
+  with_team(threads, 2, [&](Team& team, int& counter) { attention.run(team, counter, *pages, find, out); });
+}
+
+void holdback_prefill_attention(const Pages* pages, int64_t tokens, int64_t start, const int64_t* table,
+                                const bf16* query, bf16* out, int threads) {
+  PrefillAttention attention(tokens, start, table, pages->kv_heads, pages->head_dim);
+  with_team(threads, 2, [&](Team& team, int& counter) { attention.run(team, counter, *pages, query, out); });
+}
+
+void holdback_layers(const Layer* layers, int64_t num_layers, const Sizes* sizes, const Step* step, bf16* hidden,
+                     int threads) {
+  Buffers buffers(*sizes, step->rows, hidden);
+  if (step->is_prefill) {
+    PrefillAttention attention(step->rows, step->lengths[0] - step->rows, step->tables, sizes->kv_heads,
+                               sizes->head_dim);
+    with_team(threads, num_layers * kPhases + 1, [&](Team& team, int& counter) {
+      run_layers(team, counter, layers, num_layers, *sizes, *step, attention, buffers, hidden);
+    });
+  } else {
+    DecodeAttention attention(step->rows, step->tables, step->width, step->lengths, sizes->heads, sizes->head_dim);
+    with_team(threads, num_layers * kPhases + 1, [&](Team& team, int& counter) {
+      run_layers(team, counter, layers, num_layers, *sizes, *step, attention, buffers, hidden);
+    });
+  }
+}
+
+}  // extern "C"
