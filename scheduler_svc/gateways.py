@@ -113,10 +113,14 @@ class _Stream:
             log.info("gateway_gone", gateway=self._session.name, num_requests=len(self._session.by_handle))
 
     def end(self, error: HoldbackError | None) -> None:
-        """Ends the session's requests now, and the stream, with `error`, as soon as it can be."""
+        """Ends the session's requests now, and the stream, with `error`, as soon as it can be.
+
+        The gateway is told of the stream's end alone: its requests live on there, and it submits them again.
+        """
         if self._is_ended:
             return
         self._is_ended = True
+        self._session.outbox.close()
         self._dispatcher.end_session(self._session)
         if error is not None and not self._end.done():
             self._end.set_exception(error)

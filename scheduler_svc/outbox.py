@@ -55,6 +55,7 @@ class Outbox:
         self._steps: deque[_Step] = deque()
         self._ended: list[scheduler_pb2.RequestEnded] = []
         self._filled = asyncio.Event()
+        self._is_closed = False
 
     def set_pool(self, status: scheduler_pb2.PoolStatus) -> None:
         """The latest status is sent; one that was not sent in time is dropped."""
@@ -107,6 +108,11 @@ class Outbox:
         self._ended.append(message)
         self._filled.set()
 
+    def close(self) -> None:
+        """The stream is over and nothing more goes out on it. A gateway that submits again is told on its next one."""
+        self._is_closed = True
+        self._filled.set()
+
     async def wait(self) -> None:
         """Returns when there is something to take."""
         await self._filled.wait()
@@ -117,7 +123,7 @@ class Outbox:
             response = scheduler_pb2.ConnectResponse(pool=self._pool)
             self._pool = None
             return response
-        if not (self._started or self._pending or self._steps or self._ended):
+        if self._is_closed or not (self._started or self._pending or self._steps or self._ended):
             self._filled.clear()
             return None
         response = scheduler_pb2.ConnectResponse()
