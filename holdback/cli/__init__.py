@@ -16,6 +16,10 @@ from holdback.errors import ConfigError, HoldbackError
 
 Command = Callable[[list[str]], int]
 
+PARENT_VARIABLE = (
+    "HOLDBACK_PARENT_PID"  # in the environment of processes that are to end with the one that started them
+)
+
 OWN_COMMANDS = {
     "up": "holdback.cli.up:up",
     "generate": "holdback.cli.generate:generate",
@@ -30,10 +34,12 @@ SUMMARIES = {
     "gateway": "start a gateway",
     "model": "import a model: holdback model import SRC DEST",
     "replay": "run a recorded scheduler trace",
+    "timeline": "write the last steps of all executors as a trace for Perfetto",
 }
 EXTRAS = {
     "scheduler": "scheduler",
     "replay": "scheduler",
+    "timeline": "scheduler",
     "executor": "executor",
     "model": "executor",
     "gateway": "gateway",

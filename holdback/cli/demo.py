@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO
 
 from holdback import rpc
-from holdback.cli.local import LocalStack
+from holdback.cli.local import LocalStack, run_until_signal
 from holdback.cli.up import parse as parse_up
 from holdback.client import AsyncClient
 from holdback.errors import HoldbackError, InternalError
@@ -25,29 +25,31 @@ NUM_LOG_LINES_SHOWN = 30
 def demo(argv: list[str]) -> int:
     """Takes the arguments of `holdback up`. Exit status: 0 when both questions were answered."""
     parser = argparse.ArgumentParser(
-        prog="holdback demo", description=__doc__, epilog="All other flags are those of holdback up.", add_help=False
+        prog="holdback demo",
+        description=__doc__,
+        epilog="All other flags are those of holdback up.",
+        allow_abbrev=False,
     )
     parser.add_argument("--max-tokens", type=int, default=48, help="most tokens of each answer (default 48)")
     own, rest = parser.parse_known_args(argv)
     up, arguments = parse_up(rest)
-    with tempfile.NamedTemporaryFile(prefix="holdback-demo-", suffix=".log", delete=False) as log:
-        try:
-            asyncio.run(_run(LocalStack(arguments, num_executors=up.executors, log=log), own.max_tokens))
-        except HoldbackError:
-            print(f"The processes said last ({log.name}):\n{tail(log)}", flush=True)
-            raise
-    pathlib.Path(log.name).unlink()
-    return 0
 
-
-async def _run(stack: LocalStack, max_tokens: int) -> None:
-    began = time.monotonic()
-    print("Starting scheduler, gateway and executor; the executor warms up every bucket ...", flush=True)
-    async with stack:
-        await stack.wait_until_ready()
+    async def ask_all(stack: LocalStack) -> None:
         print(f"Ready after {time.monotonic() - began:.1f} s. Gateway on {stack.gateway_address}.\n", flush=True)
         for number, prompt in enumerate((QUESTION, long_prompt())):
-            await _ask(stack, f"demo-{number}", prompt, max_tokens)
+            await _ask(stack, f"demo-{number}", prompt, own.max_tokens)
+
+    began = time.monotonic()
+    print("Starting scheduler, gateway and executor; the executor warms up every bucket ...", flush=True)
+    with tempfile.NamedTemporaryFile(prefix="holdback-demo-", suffix=".log") as log:
+        try:
+            is_complete = asyncio.run(
+                run_until_signal(LocalStack(arguments, num_executors=up.executors, log=log), ask_all)
+            )
+        except HoldbackError:
+            print(f"The processes said last:\n{tail(log)}", flush=True)
+            raise
+    return 0 if is_complete else 130
 
 
 async def _ask(stack: LocalStack, request_id: str, prompt: str, max_tokens: int) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Self
@@ -23,11 +24,13 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from holdback import rpc
+from holdback.cli import PARENT_VARIABLE
 from holdback.errors import ConfigError, InternalError
 from holdback.health import READINESS
 
 POLL_S = 0.05  # how often to look whether a starting process has written its ports
 GRACE_S = 15.0  # for each process between the request to stop and the kill
+DRAIN_S = 10.0  # for streams at the gateway; below the grace, so that what is left of them ends with a status
 
 
 @dataclass
@@ -128,14 +131,16 @@ class LocalStack:
     async def _start(self) -> None:
         # Executors and gateway dial the scheduler, so its port must be known first; the others start together, and
         # a gateway that is refused (a wrong tokenizer, a port in use) is told before any model has been loaded.
-        await (await self._spawn("scheduler", "scheduler")).wait_for_ports()
+        await (await self.spawn("scheduler", "scheduler")).wait_for_ports()
         address = ["--scheduler", self.scheduler_address]
-        await (await self._spawn("gateway", "gateway", address)).wait_for_ports()
+        drain = ["--drain-timeout-s", str(DRAIN_S)]
+        await (await self.spawn("gateway", "gateway", [*address, *drain])).wait_for_ports()
         for number in range(self._num_executors):
             name = f"executor-{number}"
-            await self._spawn(name, "executor", [*address, "--executor-id", name])
+            await self.spawn(name, "executor", [*address, "--executor-id", name])
 
-    async def _spawn(self, name: str, command: str, extra: Sequence[str] = ()) -> LocalProcess:
+    async def spawn(self, name: str, command: str, extra: Sequence[str] = ()) -> LocalProcess:
+        """Starts one process with its kind's arguments and `extra`; it is stopped with all others."""
         ports_file = pathlib.Path(self._folder.name) / f"{name}.json"
         child = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -143,6 +148,7 @@ class LocalStack:
             *extra,
             *self._arguments.get(command, ()),
             stdin=asyncio.subprocess.DEVNULL,
+            env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops them in order
@@ -180,9 +186,51 @@ class LocalStack:
         await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
         return next(process for process in self.processes if process.exited.done())
 
+    def kill(self) -> None:
+        """Ends all processes at once, as a last resort."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.child.kill()
+
     async def stop(self) -> list[int]:
         """Stops gateway, executors and scheduler in this order; returns their exit statuses."""
         in_order = [*self.processes[1:], *self.processes[:1]]
         statuses = [await process.stop() for process in in_order]
         self._folder.cleanup()
         return statuses
+
+
+async def run_until_signal(stack: LocalStack, work: Callable[[LocalStack], Awaitable[None]]) -> bool:
+    """Starts the stack, runs `work` on it, and stops it: after `work`, after its error, or on a signal.
+
+    A first SIGINT, SIGTERM or SIGHUP stops in an orderly way, a second one at once.
+
+    Returns:
+        False when a signal ended it.
+    """
+    stopped = asyncio.Event()
+
+    def on_signal() -> None:
+        if stopped.is_set():
+            stack.kill()
+        else:
+            print("stopping; once more to stop at once", file=sys.stderr, flush=True)
+            stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+    async def run() -> None:
+        async with stack:
+            await stack.wait_until_ready()
+            await work(stack)
+
+    running, stopping = asyncio.create_task(run()), asyncio.create_task(stopped.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not running.done():
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return False
+    await running
+    return True

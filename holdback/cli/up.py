@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import pathlib
-import signal
 from collections.abc import Sequence
 
-from holdback.cli.local import LocalStack
+from holdback.cli.local import LocalStack, run_until_signal
 from holdback.errors import ConfigError, InternalError
 
 PROCESSES = ("scheduler", "executor", "gateway")
@@ -21,10 +20,8 @@ Any flag of a process is passed on when its name is put in front: `--executor.ma
 def up(argv: list[str]) -> int:
     """Exit status: 0 after Ctrl-C or SIGTERM, 1 when a process ended by itself, 2 when one could not start."""
     own, arguments = parse(argv)
-    try:
-        return asyncio.run(serve(arguments, own.executors))
-    except KeyboardInterrupt:
-        return 0
+    asyncio.run(run_until_signal(LocalStack(arguments, num_executors=own.executors), serve))
+    return 0
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
@@ -71,29 +68,12 @@ def split(arguments: Sequence[str]) -> dict[str, list[str]]:
     return result
 
 
-async def serve(arguments: dict[str, list[str]], num_executors: int) -> int:
-    """Runs until a signal or until a process ends by itself."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stopping = asyncio.create_task(stop.wait())
-    running = asyncio.create_task(_run(arguments, num_executors))
-    await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        stopping.cancel()
-        running.result()
-    running.cancel()
-    await asyncio.gather(running, stopping, return_exceptions=True)
-    return 0
-
-
-async def _run(arguments: dict[str, list[str]], num_executors: int) -> None:
-    async with LocalStack(arguments, num_executors=num_executors) as stack:
-        await stack.wait_until_ready()
-        print(f"gateway    {stack.gateway_address}  (holdback generate --address {stack.gateway_address} 'Hello!')")
-        print(f"scheduler  {stack.scheduler_address}")
-        for process in stack.processes[:2]:
-            print(f"health     127.0.0.1:{process.health_port}  ({process.name}: readiness, liveness)")
-        print("ready; Ctrl-C stops", flush=True)
-        ended = await stack.wait_until_one_ends()
-        raise InternalError(f"{ended.name} ended with status {ended.exited.result()}; everything else was stopped")
+async def serve(stack: LocalStack) -> None:
+    """Prints the addresses and returns, with an error, when a process ends by itself."""
+    print(f"gateway    {stack.gateway_address}  (holdback generate --address {stack.gateway_address} 'Hello!')")
+    print(f"scheduler  {stack.scheduler_address}")
+    for process in stack.processes[:2]:
+        print(f"health     127.0.0.1:{process.health_port}  ({process.name}: readiness, liveness)")
+    print("ready; Ctrl-C stops", flush=True)
+    ended = await stack.wait_until_one_ends()
+    raise InternalError(f"{ended.name} ended with status {ended.exited.result()}; everything else was stopped")
