@@ -10,6 +10,7 @@ a message means for a device is the runner's to check.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from holdback.errors import (
@@ -100,10 +101,10 @@ class StepEncoder:
 
     def _encode_cached(self, output: SchedulerOutput, message: executor_pb2.CachedRequestsData) -> None:
         cached = output.scheduled_cached_reqs
-        for row, block_ids in enumerate(cached.new_block_ids):
-            if block_ids:
-                message.new_block_rows.extend([row] * len(block_ids))
-                message.new_block_ids.extend(block_ids)
+        for row in itertools.compress(itertools.count(), cached.new_block_ids):
+            block_ids = cached.new_block_ids[row] or ()
+            message.new_block_rows.extend([row] * len(block_ids))
+            message.new_block_ids.extend(block_ids)
         if output.phase is Phase.DECODE and cached.req_ids == self._last_decode:
             message.same_as_last_decode = True
             return
@@ -472,6 +473,14 @@ def decode_state(number: types_pb2.SchedulerState.ValueType) -> SchedulerState:
         return _STATES_BACK[number]
     except KeyError:
         raise InvalidArgumentError.of("state", number, "a known state") from None
+
+
+def encode_phase(phase: Phase | None) -> types_pb2.Phase.ValueType:
+    return _PHASES[phase]
+
+
+def encode_timings(timings: StepTimings) -> executor_pb2.StepTimings:
+    return executor_pb2.StepTimings(queue_us=timings.queue_us, device_us=timings.device_us, host_us=timings.host_us)
 
 
 def decode_phase(number: types_pb2.Phase.ValueType) -> Phase | None:

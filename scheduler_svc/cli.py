@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 
 
 def replay(argv: list[str]) -> int:
@@ -29,4 +30,30 @@ def scheduler(argv: list[str]) -> int:
     from scheduler_svc.server import serve
 
     asyncio.run(serve(config))
+    return 0
+
+
+def timeline(argv: list[str]) -> int:
+    """`holdback timeline HOST:PORT`: writes the last steps of a scheduler's lanes as a trace for Perfetto."""
+    import asyncio
+
+    from holdback.errors import ConfigError
+    from scheduler_svc.timeline import fetch, trace
+
+    parser = argparse.ArgumentParser(prog="holdback timeline", description=timeline.__doc__)
+    parser.add_argument("scheduler", metavar="HOST:PORT", help="of the scheduler; holdback up prints it")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("timeline.json"), help="file (default: timeline.json)"
+    )
+    parser.add_argument("--steps", type=int, default=0, help="most steps of each lane (default: all that are kept)")
+    flags = parser.parse_args(argv)
+    if flags.steps < 0:
+        raise ConfigError(f"--steps is {flags.steps}; allowed: at least 0")
+    state = asyncio.run(fetch(flags.scheduler, flags.steps))
+    try:
+        flags.output.write_text(json.dumps(trace(state)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {flags.output}: {error.strerror}") from None
+    num_steps = sum(len(lane.steps) for lane in state.lanes)
+    print(f"{num_steps} steps of {len(state.lanes)} executors in {flags.output}; https://ui.perfetto.dev opens it")
     return 0

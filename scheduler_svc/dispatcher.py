@@ -36,10 +36,11 @@ from scheduler_svc.deadlines import Deadlines
 from scheduler_svc.fan_out import FanOut
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
-from scheduler_svc.limits import check_room, check_wait
+from scheduler_svc.limits import check_room, check_wait, expected_wait_s
 from scheduler_svc.placement import Placement
 from scheduler_svc.pool import Pool
 from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Session, Submission, log_end, make_req_id
+from scheduler_svc.steps import StepTotals
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +69,7 @@ class Dispatcher:
         self._deadlines = Deadlines(clock, self._expire)
         self._parked = GlobalQueue(config.scheduling_policy)
         self._past_prefix_cache = PrefixCacheStats(0, 0)
+        self._past_totals = StepTotals()
         self.queue = GlobalQueue(config.scheduling_policy)
         self.placement = Placement(self.queue, self._submissions, clock, max_moves=config.max_request_moves)
         self.num_finished = Counter[FinishReason]()
@@ -77,6 +79,11 @@ class Dispatcher:
     def lanes(self) -> list[Lane]:
         """That serve, in order of joining."""
         return self.placement.lanes
+
+    @property
+    def head(self) -> Submission | None:
+        """The request that is next; before the pool's model is known, the one that will be."""
+        return self.queue.head or self._parked.head
 
     @property
     def num_waiting(self) -> int:
@@ -92,6 +99,23 @@ class Dispatcher:
         """Over all lanes since start, those that are gone included."""
         stats = [self._past_prefix_cache, *(lane.core.prefix_cache_stats for lane in self.lanes)]
         return PrefixCacheStats(sum(entry.queries for entry in stats), sum(entry.hits for entry in stats))
+
+    @property
+    def totals(self) -> StepTotals:
+        """All steps since start, those of lanes that are gone included."""
+        totals = StepTotals()
+        for part in (self._past_totals, *(lane.totals for lane in self.lanes)):
+            totals.add(part)
+        return totals
+
+    @property
+    def expected_wait_s(self) -> float | None:
+        """How long the lanes need to prefill what waits, as measured; None without a lane."""
+        return expected_wait_s(self.lanes, self.num_waiting_tokens)
+
+    def queued_s(self, submission: Submission) -> float:
+        """How long a waiting request has waited, earlier submissions included."""
+        return submission.queued_s + self._clock.now() - submission.queued_since
 
     # ---- gateways ----
 
@@ -208,6 +232,7 @@ class Dispatcher:
         """
         past, lanes = self._past_prefix_cache, lane.core.prefix_cache_stats
         self._past_prefix_cache = PrefixCacheStats(past.queries + lanes.queries, past.hits + lanes.hits)
+        self._past_totals.add(lane.totals)
         self.placement.remove(lane)
         del self._fan_outs[lane]
         blamed = lane.req_ids_to_blame if is_lost else set()

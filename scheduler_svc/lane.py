@@ -39,7 +39,7 @@ from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.request import Request
 from scheduler_svc.global_queue import LaneQueue
 from scheduler_svc.latency import LatencyTable
-from scheduler_svc.steps import SentStep, StepInFlight
+from scheduler_svc.steps import SentStep, StepInFlight, StepTotals
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +80,8 @@ class Lane:
         latencies: expected times on this executor.
         prefill_rate: measured.
         steps: the last ones, oldest first.
-        num_steps: sent so far.
+        totals: of all steps sent.
+        num_steps: sent so far, those that only told ends included.
         is_draining: takes no further step; what is in flight is finished.
     """
 
@@ -99,6 +100,7 @@ class Lane:
         self.core = build_core(info, queue, config, self.latencies)
         self.prefill_rate = self.latencies.prefill_rate()
         self.steps: deque[SentStep] = deque(maxlen=config.num_state_steps)
+        self.totals = StepTotals()
         self.num_steps = 0
         self.is_draining = False
         self._sender = sender
@@ -117,6 +119,11 @@ class Lane:
     def load(self) -> float:
         """Share of the slots in use, in [0, 1]."""
         return len(self.core.running) / self.info.limits.max_num_seqs
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """That the executor has not answered, those that only told ends included."""
+        return len(self._in_flight)
 
     @property
     def req_ids_to_blame(self) -> set[str]:
@@ -220,8 +227,7 @@ class Lane:
 
     def _measure(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
         if step.record.phase is Phase.PREFILL:
-            num_tokens = sum(step.record.num_scheduled_tokens.values())
-            num_tokens += sum(new.num_computed_tokens for new in step.output.scheduled_new_reqs)
+            num_tokens = step.record.num_tokens + sum(new.num_computed_tokens for new in step.output.scheduled_new_reqs)
             self.prefill_rate.add(num_tokens, output.timings.device_us or step.record.expected_us)
 
     def _check_output(self, output: ModelRunnerOutput) -> StepInFlight:
@@ -263,6 +269,7 @@ class Lane:
         step = StepInFlight(output, self._record(output))
         self._in_flight.append(step)
         self.steps.append(step.record)
+        self.totals.count(step.record)
         self._is_checked = False
         return step
 
@@ -273,10 +280,12 @@ class Lane:
 
     def _record(self, output: SchedulerOutput) -> SentStep:
         cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
-        expected_us = self.latencies.longest_us(output)
+        size = self.latencies.size_of(output)
+        expected_us = self.latencies.longest_us(output.phase, size)
         return SentStep(
             step=output.step,
             phase=output.phase,
+            size=size,
             state=self.core.state,
             req_ids=[*cached.req_ids, *(row.req_id for row in new)] if new else cached.req_ids,
             num_computed_tokens=(

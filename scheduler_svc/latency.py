@@ -63,15 +63,15 @@ class LatencyTable:
         largest = self._limits.num_batched_tokens_buckets[-1]
         return PrefillRate(largest, self.graph_us(Phase.PREFILL, largest, 0))
 
-    def longest_us(self, output: SchedulerOutput) -> int:
-        """Expected time of a step at the largest context: an upper bound, cheap to look up."""
-        if output.phase is None:
-            return 0
+    def size_of(self, output: SchedulerOutput) -> int:
+        """Tensor size of a step: its prefill bucket in tokens, or its decode batch in rows; 0 for an empty step."""
         if output.phase is Phase.DECODE:
-            rows = get_bucket_for_count(len(output.num_scheduled_tokens), self._limits.num_seqs_buckets)
-            return self._curves[Phase.DECODE, rows][-1][1]
-        sizes = output.num_scheduled_tokens_padded.values()
-        return sum(self._curves[Phase.PREFILL, size][-1][1] for size in sizes)
+            return get_bucket_for_count(len(output.num_scheduled_tokens), self._limits.num_seqs_buckets)
+        return sum(output.num_scheduled_tokens_padded.values())
+
+    def longest_us(self, phase: Phase | None, size: int) -> int:
+        """Expected time of a step at the largest context: an upper bound, cheap to look up; 0 for an empty step."""
+        return 0 if phase is None else self._curves[phase, size][-1][1]
 
 
 class PrefillRate:

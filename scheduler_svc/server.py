@@ -54,7 +54,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetState(  # noqa: N802
         self, request: scheduler_pb2.GetStateRequest, context: Any
     ) -> scheduler_pb2.GetStateResponse:
-        return state.state(self._pool, self._dispatcher, request)
+        return await state.state(self._pool, self._dispatcher, request)
 
 
 async def _serve_stream(

@@ -15,6 +15,7 @@ class SentStep:
     Attributes:
         step: number on the wire.
         phase: of the batch; None for a step that only told ends.
+        size: of its tensors: prefill bucket in tokens, or decode batch in rows.
         state: of the lane's scheduler after `schedule()`.
         req_ids: rows in schedule order.
         num_computed_tokens: parallel to them, before the step.
@@ -30,6 +31,7 @@ class SentStep:
 
     step: int
     phase: Phase | None
+    size: int
     state: SchedulerState
     req_ids: list[str]
     num_computed_tokens: list[int]
@@ -42,11 +44,62 @@ class SentStep:
     duration_us: int | None = None
     timings: StepTimings | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """That it computes, padding excluded."""
+        if self.phase is Phase.DECODE:
+            return len(self.req_ids)
+        return sum(self.num_scheduled_tokens.values())
+
     def timed_out(self) -> InternalError:
         return InternalError(
             f"step {self.step} has run for {self.timeout_s:g} s; allowed: step_timeout_factor times its expected time, "
             "at least min_step_timeout_s"
         )
+
+
+@dataclass(slots=True)
+class GraphTotal:
+    """What one compiled shape was used for.
+
+    Attributes:
+        num_steps: that ran it.
+        num_tokens: computed by them.
+        num_padding: what is left of the shape, tokens of a prefill or rows of a decode.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_padding: int = 0
+
+
+class StepTotals:
+    """All steps of a lane, or of several.
+
+    Attributes:
+        graphs: by phase and size.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[tuple[Phase, int], GraphTotal] = {}
+
+    def count(self, step: SentStep) -> None:
+        if step.phase is None:
+            return
+        num_tokens = step.num_tokens
+        self._add(step.phase, step.size, 1, num_tokens, step.size - num_tokens)
+
+    def add(self, other: StepTotals) -> None:
+        for (phase, size), total in other.graphs.items():
+            self._add(phase, size, total.num_steps, total.num_tokens, total.num_padding)
+
+    def _add(self, phase: Phase, size: int, num_steps: int, num_tokens: int, num_padding: int) -> None:
+        total = self.graphs.get((phase, size))
+        if total is None:
+            total = self.graphs[phase, size] = GraphTotal()
+        total.num_steps += num_steps
+        total.num_tokens += num_tokens
+        total.num_padding += num_padding
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from holdback.v1 import errors_pb2 as _errors_pb2
+from holdback.v1 import executor_pb2 as _executor_pb2
 from holdback.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -752,6 +753,8 @@ class GetLoadResponse(_message.Message):
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    GRAPHS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests that run, over all lanes."""
     num_waiting: _builtins.int
@@ -768,9 +771,15 @@ class GetLoadResponse(_message.Message):
     """Tokens of prompts looked up in the prefix cache since start."""
     prefix_cache_hits: _builtins.int
     """Tokens of them that were found."""
+    queue_ms: _builtins.int
+    """How long the lanes need to prefill what waits, as measured, milliseconds; unset without a lane."""
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedCount]:
         """Requests that ended since start, by reason."""
+
+    @_builtins.property
+    def graphs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphTotal]:
+        """Steps of all lanes since start, those that are gone included, by graph."""
 
     def __init__(
         self,
@@ -784,14 +793,56 @@ class GetLoadResponse(_message.Message):
         prefix_cache_queries: _builtins.int = ...,
         prefix_cache_hits: _builtins.int = ...,
         finished: _abc.Iterable[Global___FinishedCount] | None = ...,
+        queue_ms: _builtins.int | None = ...,
+        graphs: _abc.Iterable[Global___GraphTotal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms", "finished", b"finished", "graphs", b"graphs", "kv_usage", b"kv_usage", "num_executors", b"num_executors", "num_running", b"num_running", "num_slots", b"num_slots", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queue_ms", b"queue_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__queue_ms: _TypeAlias = _typing.Literal["queue_ms"]  # noqa: Y015
+    _WhichOneofArgType__queue_ms: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_ms) -> _WhichOneofReturnType__queue_ms | None: ...
+
+Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class GraphTotal(_message.Message):
+    """What one compiled shape was used for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PADDING_FIELD_NUMBER: _builtins.int
+    phase: _types_pb2.Phase.ValueType
+    """PHASE_PREFILL or PHASE_DECODE."""
+    size: _builtins.int
+    """Prefill bucket in tokens, or decode batch in rows."""
+    num_steps: _builtins.int
+    """Steps that ran it."""
+    num_tokens: _builtins.int
+    """Tokens computed by them."""
+    num_padding: _builtins.int
+    """Padding tokens, or padding rows of a decode: what is left of `size` in each step."""
+    def __init__(
+        self,
+        *,
+        phase: _types_pb2.Phase.ValueType = ...,
+        size: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_padding: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "kv_usage", b"kv_usage", "num_executors", b"num_executors", "num_running", b"num_running", "num_slots", b"num_slots", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_padding", b"num_padding", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "phase", b"phase", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+Global___GraphTotal: _TypeAlias = GraphTotal  # noqa: Y015
 
 @_typing.final
 class FinishedCount(_message.Message):
@@ -827,19 +878,23 @@ class GetStateRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
+    WITHOUT_ROWS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Only steps of this request (the id as the gateway gave it); empty for all."""
     max_steps: _builtins.int
     """At most this many steps of each lane, the latest; 0: all that are kept."""
+    without_rows: _builtins.bool
+    """Leave the rows of the steps out."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         max_steps: _builtins.int = ...,
+        without_rows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_steps", b"max_steps", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_steps", b"max_steps", "request_id", b"request_id", "without_rows", b"without_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -855,10 +910,19 @@ class GetStateResponse(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     HEAD_WAITS_BECAUSE_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    HEAD_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HEAD_QUEUED_MS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests that wait, over all lanes."""
     head_waits_because: _builtins.str
     """Why the head of the queue waits, in words that name the check and the lane; empty when nothing waits."""
+    num_waiting_tokens: _builtins.int
+    """Tokens that the waiting requests have to prefill."""
+    head_request_id: _builtins.str
+    """The head's id as its gateway gave it; empty when nothing waits."""
+    head_queued_ms: _builtins.int
+    """How long the head has waited, earlier submissions included, milliseconds."""
     @_builtins.property
     def pool(self) -> Global___PoolStatus:
         """What the pool is and whether it serves."""
@@ -874,10 +938,13 @@ class GetStateResponse(_message.Message):
         lanes: _abc.Iterable[Global___LaneState] | None = ...,
         num_waiting: _builtins.int = ...,
         head_waits_because: _builtins.str = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        head_request_id: _builtins.str = ...,
+        head_queued_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_waits_because", b"head_waits_because", "lanes", b"lanes", "num_waiting", b"num_waiting", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_queued_ms", b"head_queued_ms", "head_request_id", b"head_request_id", "head_waits_because", b"head_waits_because", "lanes", b"lanes", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -898,6 +965,16 @@ class LaneState(_message.Message):
     TOTAL_PADDING_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    GRAPHS_FIELD_NUMBER: _builtins.int
+    MAX_STALL_US_FIELD_NUMBER: _builtins.int
+    MAX_DECODE_STALL_MS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    HEAD_WAITS_BECAUSE_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     state: _types_pb2.SchedulerState.ValueType
     """After the last step."""
     num_running: _builtins.int
@@ -909,16 +986,40 @@ class LaneState(_message.Message):
     max_kv_concurrent: _builtins.int
     """Requests that may run at once at their worst (decision K1)."""
     total_padding_tokens: _builtins.int
-    """Padding tokens since the lane began."""
+    """Padding tokens of prefills since the lane began."""
     num_steps: _builtins.int
     """Steps since the lane began."""
+    num_slots: _builtins.int
+    """Requests that may run at once."""
+    max_stall_us: _builtins.int
+    """The longest that a request that could have decoded waited for prefills since the lane began, measured device time in
+    microseconds.
+    """
+    max_decode_stall_ms: _builtins.float
+    """The bound of it, milliseconds; unset for none. One prefill step may pass it alone."""
+    prefix_cache_queries: _builtins.int
+    """Tokens of prompts looked up in the prefix cache since the lane began."""
+    prefix_cache_hits: _builtins.int
+    """Tokens of them that were found."""
+    num_steps_in_flight: _builtins.int
+    """Steps that the executor has not answered."""
+    is_draining: _builtins.bool
+    """The executor takes no further step."""
+    head_waits_because: _builtins.str
+    """Which check of this lane refuses the head of the queue, in words; empty when it takes it next or nothing waits."""
+    prefill_tokens_per_s: _builtins.float
+    """Tokens a second that the lane prefills, as measured of late, those from the prefix cache included."""
     @_builtins.property
     def executor(self) -> Global___ExecutorInfo:
         """The executor."""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
-        """The last steps, oldest first."""
+        """The last steps, oldest first; of all lanes no more than have 100,000 rows together."""
+
+    @_builtins.property
+    def graphs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphTotal]:
+        """Steps since the lane began, by graph."""
 
     def __init__(
         self,
@@ -932,12 +1033,24 @@ class LaneState(_message.Message):
         total_padding_tokens: _builtins.int = ...,
         num_steps: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        num_slots: _builtins.int = ...,
+        graphs: _abc.Iterable[Global___GraphTotal] | None = ...,
+        max_stall_us: _builtins.int = ...,
+        max_decode_stall_ms: _builtins.float | None = ...,
+        prefix_cache_queries: _builtins.int = ...,
+        prefix_cache_hits: _builtins.int = ...,
+        num_steps_in_flight: _builtins.int = ...,
+        is_draining: _builtins.bool = ...,
+        head_waits_because: _builtins.str = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_decode_stall_ms", b"_max_decode_stall_ms", "executor", b"executor", "max_decode_stall_ms", b"max_decode_stall_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "max_kv_concurrent", b"max_kv_concurrent", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_usable_blocks", b"num_usable_blocks", "state", b"state", "steps", b"steps", "total_padding_tokens", b"total_padding_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_decode_stall_ms", b"_max_decode_stall_ms", "executor", b"executor", "graphs", b"graphs", "head_waits_because", b"head_waits_because", "is_draining", b"is_draining", "max_decode_stall_ms", b"max_decode_stall_ms", "max_kv_concurrent", b"max_kv_concurrent", "max_stall_us", b"max_stall_us", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_usable_blocks", b"num_usable_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "state", b"state", "steps", b"steps", "total_padding_tokens", b"total_padding_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_decode_stall_ms: _TypeAlias = _typing.Literal["max_decode_stall_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_decode_stall_ms: _TypeAlias = _typing.Literal["_max_decode_stall_ms", b"_max_decode_stall_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_decode_stall_ms) -> _WhichOneofReturnType__max_decode_stall_ms | None: ...
 
 Global___LaneState: _TypeAlias = LaneState  # noqa: Y015
 
@@ -952,6 +1065,11 @@ class StepRecord(_message.Message):
     SENT_UNIX_US_FIELD_NUMBER: _builtins.int
     DURATION_US_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPECTED_US_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Its number on the lane."""
     state: _types_pb2.SchedulerState.ValueType
@@ -960,9 +1078,21 @@ class StepRecord(_message.Message):
     """When it was sent, Unix time in microseconds."""
     duration_us: _builtins.int
     """From sending until its result arrived, microseconds; unset while it runs."""
+    phase: _types_pb2.Phase.ValueType
+    """Of the batch; unset for a step that only told ends."""
+    size: _builtins.int
+    """Tensor size: prefill bucket in tokens, or decode batch in rows."""
+    num_tokens: _builtins.int
+    """Tokens that it computes, padding excluded; rows of a decode."""
+    expected_us: _builtins.int
+    """Device time by the latency table, microseconds."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRow]:
         """Its rows, in schedule order."""
+
+    @_builtins.property
+    def timings(self) -> _executor_pb2.StepTimings:
+        """Where the executor says that the time went; unset while it runs."""
 
     def __init__(
         self,
@@ -972,10 +1102,15 @@ class StepRecord(_message.Message):
         sent_unix_us: _builtins.int = ...,
         duration_us: _builtins.int | None = ...,
         rows: _abc.Iterable[Global___StepRow] | None = ...,
+        phase: _types_pb2.Phase.ValueType = ...,
+        size: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        expected_us: _builtins.int = ...,
+        timings: _executor_pb2.StepTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us", "duration_us", b"duration_us"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us", "duration_us", b"duration_us", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us", "duration_us", b"duration_us", "rows", b"rows", "sent_unix_us", b"sent_unix_us", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us", "duration_us", b"duration_us", "expected_us", b"expected_us", "num_tokens", b"num_tokens", "phase", b"phase", "rows", b"rows", "sent_unix_us", b"sent_unix_us", "size", b"size", "state", b"state", "step", b"step", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__duration_us: _TypeAlias = _typing.Literal["duration_us"]  # noqa: Y015
     _WhichOneofArgType__duration_us: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us"]  # noqa: Y015

@@ -61,9 +61,11 @@ def test_a_step_is_given_the_time_of_its_graph_at_the_largest_context() -> None:
     table = build_table(MEASURED)
     prefill = SchedulerOutput(num_scheduled_tokens={"a": 5}, num_scheduled_tokens_padded={"a": 8}, phase=Phase.PREFILL)
     decode = SchedulerOutput(num_scheduled_tokens={"a": 1, "b": 1}, phase=Phase.DECODE)
-    assert table.longest_us(prefill) == 180
-    assert table.longest_us(decode) == 90
-    assert table.longest_us(SchedulerOutput()) == 0
+    empty = SchedulerOutput()
+    assert [table.size_of(output) for output in (prefill, decode, empty)] == [8, 2, 0]
+    assert table.longest_us(Phase.PREFILL, 8) == 180
+    assert table.longest_us(Phase.DECODE, 2) == 90
+    assert table.longest_us(None, 0) == 0
 
 
 @pytest.mark.parametrize("missing", [(Phase.PREFILL, 8), (Phase.DECODE, 2)])
