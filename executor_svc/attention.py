@@ -187,12 +187,16 @@ class PagedContext:
         else:
             pages = self.cache.gather(call.layer, self.block_tables)
             key, value = (page[0, :context].transpose(0, 1) for page in pages)
+        sees_all = call.sliding_window is None or context <= call.sliding_window
+        if context > num_tokens and sees_all and call.softcap is None and call.sinks is None:
+            real = _attend_history_and_chunk(query, key, value, call.scale).flatten(0, 1).transpose(0, 1)[None]
+            return F.pad(real, (0, 0, 0, 0, 0, call.query.shape[2] - num_tokens))
         # Query heads of a group share one key head without a copy: a dimension of size 1 that broadcasts.
         shared = (*groups, context, key.shape[-1])
         key, value = key[:, None].expand(shared), value[:, None].expand(shared)
         if call.softcap is not None or call.sinks is not None:
             attended = self._attend_in_slices(call, query, key, value)
-        elif context == num_tokens and (call.sliding_window is None or context <= call.sliding_window):
+        elif context == num_tokens and sees_all:
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scale)
         else:
             mask = self._mask(call.sliding_window)
@@ -255,6 +259,32 @@ class PagedContext:
             keys = torch.arange(self.block_tables.shape[1] * self.cache.block_size)
             self._hidden_rows = (keys >= self.context_lens[:, None]).flatten().nonzero().flatten()
         return self._hidden_rows
+
+
+def _attend_history_and_chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """A chunk that sees all of its history and, causally, itself: two parts joined by the sums of their softmaxes.
+
+    Without a mask, which in float32 costs a third to half of the time.
+
+    Args:
+        query: [kv_heads, group, T, head_dim].
+        key: [kv_heads, S, head_dim], the last T of them the chunk's own.
+        value: as `key`.
+        scale: factor on the scores.
+    """
+    num_kv_heads, group_size, num_tokens, head_dim = query.shape
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    history = key.shape[1] - num_tokens
+    folded = query.flatten(1, 2)[None]  # the queries of a group share their keys
+    seen, seen_sum = attend(folded, key[None, :, :history], value[None, :, :history], scale=scale)
+    shared = (num_kv_heads, group_size, num_tokens, head_dim)
+    own_key, own_value = (part[:, None, history:].expand(shared) for part in (key, value))
+    own, own_sum = attend(query, own_key, own_value, is_causal=True, scale=scale)
+    # Sums are logarithms: [1, kv_heads, group * T] and [kv_heads, group, T].
+    share = torch.sigmoid(seen_sum.view(own_sum.shape) - own_sum)[..., None]
+    return torch.lerp(own.float(), seen.view(shared).float(), share).to(query.dtype)
 
 
 def _suits_kernels(call: AttentionCall) -> bool:
