@@ -63,6 +63,11 @@ class ExecutorRegistry:
         self._leases: OrderedDict[str, None] = OrderedDict()
         self._stopping = asyncio.Event()
 
+    @property
+    def is_stopping(self) -> bool:
+        """The scheduler has let its executors go; they look for another one."""
+        return self._stopping.is_set()
+
     def stop(self) -> None:
         """Ends every registration with UNAVAILABLE (SHUTTING_DOWN)."""
         self._stopping.set()
@@ -134,12 +139,15 @@ class _Registration:
         self._log_end("")
 
     def _log_end(self, why: str) -> None:
-        if self._lane is None:
+        num_steps = 0 if self._lane is None else self._lane.num_steps
+        if self._registry.is_stopping:
+            self._log.info("executor_released", num_steps=num_steps)
+        elif self._lane is None:
             self._log.warning("executor_never_joined", why=why)
         elif self._lane.is_draining:
-            self._log.info("executor_drained", num_steps=self._lane.num_steps)
+            self._log.info("executor_drained", num_steps=num_steps)
         else:
-            self._log.warning("executor_lost", why=why, num_steps=self._lane.num_steps)
+            self._log.warning("executor_lost", why=why, num_steps=num_steps)
 
     def _accepted(self) -> scheduler_pb2.RegisterResponse:
         return scheduler_pb2.RegisterResponse(

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from holdback import codec, rpc
 from holdback.errors import (
@@ -299,15 +300,18 @@ async def test_the_state_shows_the_last_steps_of_a_request(serve: Serve) -> None
     assert [step.rows[0].num_computed_tokens for step in latest.lanes[0].steps] == [24]
 
 
-async def test_a_scheduler_that_stops_says_so_to_gateways_and_executors(serve: Serve) -> None:
+async def test_a_scheduler_that_stops_says_so_to_gateways_and_executors_and_finds_nothing_wrong(serve: Serve) -> None:
     server = await serve()
     async with StubExecutor(server.port) as executor, StubGateway(server.port) as gateway:
         await executor.joined()
         executor.may_step.clear()
         await gateway.add(0, build_spec(prompt=PROMPT))
         await gateway.until(lambda answers: bool(answers[0].started))
-        async with asyncio.timeout(WAIT_S):
-            await server.stop()
+        with capture_logs() as logs:
+            async with asyncio.timeout(WAIT_S):
+                await server.stop()
+        assert {entry["event"] for entry in logs if entry["log_level"] not in ("info", "debug")} == set()
+        assert "executor_released" in [entry["event"] for entry in logs]
         for error in (await gateway.stream_ended(), await executor.registration_ended()):
             assert isinstance(error, UnavailableError)
             assert error.reason is ErrorReason.SHUTTING_DOWN
