@@ -60,6 +60,7 @@ inline void weighted_values(const bf16* values, int64_t stride, const int64_t* r
   for (int64_t i = 0; i < count; ++i) {
     const bf16* value = values + rows[i] * stride;
     for (int d = 0; d < Dim / 16; ++d) {
+      if (d % 2 == 0 && i + 8 < count) _mm_prefetch(values + rows[i + 8] * stride + 16 * d, _MM_HINT_T0);
       const __m512 part = load_bf16(value + 16 * d);
       for (int g = 0; g < Num; ++g)
         sum[g][d] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g * kPiece + i]), part, sum[g][d]);
@@ -91,7 +92,10 @@ inline __m512 score_16(const bf16* keys, int64_t stride, const int64_t* rows, in
   for (int j = 0; j < 16; ++j) {
     sums[j] = _mm512_setzero_ps();
     const bf16* key = keys + rows[j < count ? j : 0] * stride;  // one that may be read, and is not used
-    for (int d = 0; d < Dim / 32; ++d) sums[j] = _mm512_dpbf16_ps(sums[j], pairs[d], load_pairs(key + 32 * d));
+    for (int d = 0; d < Dim / 32; ++d) {
+      if (j + 16 < count) _mm_prefetch(keys + rows[j + 16] * stride + 32 * d, _MM_HINT_T0);
+      sums[j] = _mm512_dpbf16_ps(sums[j], pairs[d], load_pairs(key + 32 * d));
+    }
   }
   const __mmask16 seen = static_cast<__mmask16>((1u << std::min<int64_t>(count, 16)) - 1);
   return _mm512_mask_mul_ps(_mm512_set1_ps(kNothing), seen, sums_of_16(sums), _mm512_set1_ps(scale));
