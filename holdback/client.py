@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -21,7 +22,7 @@ import grpc.aio
 
 from holdback import codec, rpc
 from holdback.answers import Generation, Model, Piece, decode_choice, decode_model, stop_string, stop_token_id
-from holdback.errors import InternalError, RequestAbortedError
+from holdback.errors import InternalError, InvalidArgumentError, RequestAbortedError
 from holdback.options import (
     GenerateOptions,
     Message,
@@ -119,6 +120,13 @@ class GenerationStream:
         return None
 
 
+def check_address(address: str) -> None:
+    """gRPC itself would take port 65537 for port 1. Raises InvalidArgumentError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise InvalidArgumentError.of("address", address, "host:port, with a port in [1, 65535]")
+
+
 class AsyncClient:
     """A client of one gateway. Use it as an async context manager, or `close` it."""
 
@@ -127,7 +135,13 @@ class AsyncClient:
         Args:
             address: of the gateway, `host:port`.
             timeout_s: after which a call is given up, at the scheduler too, with DeadlineExceededError; None: never.
+
+        Raises:
+            InvalidArgumentError: the address has no port in [1, 65535], or the timeout is not above 0.
         """
+        check_address(address)
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise InvalidArgumentError.of("timeout_s", timeout_s, "a number above 0")
         self._timeout_s = timeout_s
         self._channel = rpc.create_channel(address)
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
@@ -196,7 +210,7 @@ class AsyncClient:
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", keep_special_tokens: bool = False) -> str:
         """Text of token ids; bytes that form no character are U+FFFD."""
         request = inference_pb2.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
-        set_field("token_ids", token_ids, request.token_ids.extend)
+        set_field(request, "token_ids", token_ids)
         response = await self._call(self._stub.Detokenize(request, timeout=self._timeout_s))
         return response.text
 

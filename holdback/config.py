@@ -97,9 +97,20 @@ def _parse_text(text: str) -> Any:
     return None if text == "null" else text
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, which besides refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(pathlib.Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

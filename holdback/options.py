@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as ProtobufMessage
 
 from holdback.errors import InvalidArgumentError
 from holdback.v1 import inference_pb2, types_pb2
@@ -27,7 +29,9 @@ class GenerateOptions(TypedDict, total=False):
         echo: the text starts with the prompt; False by default.
         priority: in [-128, 127], 0 by default; lower is served first where the pool's policy is `priority`.
         cache_salt: at most 256 bytes; cached blocks are shared between requests of equal salt only.
-        output_token_ids: outputs received before a stream broke, to go on after them; needs its `seed`, and `n` 1.
+        output_token_ids: outputs received before a stream broke, to go on after them; needs its `seed`, and `n` 1. What
+            follows equals what was lost where logits are bit-equal. In bfloat16 they are nearly so, since these outputs
+            are computed as a prompt: with a temperature above 0, and rarely with 0, other tokens can follow.
         temperature: in [0, 1000], 1 by default; 0 is greedy.
         top_k: keep the k most likely tokens, >= 1; 0 and -1 keep all, which is the default.
         top_p: in [0, 1], 1 by default; 0 keeps exactly the most likely token.
@@ -100,10 +104,10 @@ def encode_generation(prompt: str | None, options: GenerateOptions) -> inference
     _encode_input(message, prompt, given)
     for name in _SCALARS:
         if name in given:
-            set_field(name, given[name], functools.partial(setattr, message, name))
+            set_field(message, name, given[name])
     stop = given.get("stop", ())
-    set_field("stop", (stop,) if isinstance(stop, str) else stop, message.stop.extend)
-    set_field("output_token_ids", given.get("output_token_ids", ()), message.output_token_ids.extend)
+    set_field(message, "stop", (stop,) if isinstance(stop, str) else stop)
+    set_field(message, "output_token_ids", given.get("output_token_ids", ()))
     sampling = _encode_sampling(given)
     if sampling.ListFields():
         message.sampling.CopyFrom(sampling)
@@ -112,14 +116,14 @@ def encode_generation(prompt: str | None, options: GenerateOptions) -> inference
 
 def _encode_input(message: inference_pb2.Generation, prompt: str | None, given: Mapping[str, Any]) -> None:
     if prompt is not None:
-        set_field("prompt", prompt, functools.partial(setattr, message, "text"))
+        set_field(message, "text", prompt, "prompt")
     if "messages" in given:
         refuse_second_input(message.WhichOneof("input"))
         message.chat.CopyFrom(encode_messages(given["messages"]))
     if "token_ids" in given:
         refuse_second_input(message.WhichOneof("input"))
         message.token_ids.SetInParent()
-        set_field("token_ids", given["token_ids"], message.token_ids.token_ids.extend)
+        set_field(message.token_ids, "token_ids", given["token_ids"])
 
 
 def refuse_second_input(first: str | None) -> None:
@@ -129,10 +133,16 @@ def refuse_second_input(first: str | None) -> None:
 
 
 def encode_messages(messages: Sequence[Message]) -> inference_pb2.ChatMessages:
-    """Raises InvalidArgumentError for a message that is not a mapping of `role` and `content` to text."""
+    """Raises InvalidArgumentError for anything but mappings of `role` and `content` to text."""
     chat = inference_pb2.ChatMessages()
+    if isinstance(messages, str) or not isinstance(messages, Iterable):
+        raise InvalidArgumentError.of("messages", messages, "a list of mappings of `role` and `content` to text")
     for index, message in enumerate(messages):
-        set_field(f"messages[{index}]", message, lambda fields: chat.messages.add(**fields))
+        if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
+            raise InvalidArgumentError.of(f"messages[{index}]", message, "a mapping of `role` and `content` to text")
+        entry = chat.messages.add()
+        for name, value in message.items():
+            set_field(entry, name, value, f"messages[{index}].{name}")
     return chat
 
 
@@ -140,20 +150,48 @@ def _encode_sampling(given: Mapping[str, Any]) -> types_pb2.SamplingParams:
     message = types_pb2.SamplingParams()
     for name in _SAMPLING:
         if name in given:
-            set_field(f"sampling.{name}", given[name], functools.partial(setattr, message, name))
-    set_field("sampling.stop_token_ids", given.get("stop_token_ids", ()), message.stop_token_ids.extend)
+            set_field(message, name, given[name], f"sampling.{name}")
+    set_field(message, "stop_token_ids", given.get("stop_token_ids", ()), "sampling.stop_token_ids")
     if "allowed_token_ids" in given:
         message.allowed_token_ids.SetInParent()
-        set_field("sampling.allowed_token_ids", given["allowed_token_ids"], message.allowed_token_ids.token_ids.extend)
-    for token_id, bias in given.get("logit_bias", {}).items():
-        entry = {"token_id": token_id, "bias": bias}
-        set_field("sampling.logit_bias", entry, lambda fields: message.logit_bias.add(**fields))
+        set_field(message.allowed_token_ids, "token_ids", given["allowed_token_ids"], "sampling.allowed_token_ids")
+    biases = given.get("logit_bias", {})
+    if not isinstance(biases, Mapping):
+        raise InvalidArgumentError.of("sampling.logit_bias", biases, "a mapping of token ids to numbers")
+    for token_id, bias in biases.items():
+        entry = message.logit_bias.add()
+        set_field(entry, "token_id", token_id, "sampling.logit_bias")
+        set_field(entry, "bias", bias, f"sampling.logit_bias[{token_id}]")
     return message
 
 
-def set_field(field: str, value: Any, setter: Callable[[Any], object]) -> None:
-    """Puts a value into a message, which refuses one that its field cannot hold: -1 in an unsigned one, text."""
+_HOLDS = {
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_INT32: f"an integer in [{-(2**31)}, {2**31 - 1}]",
+    FieldDescriptor.TYPE_INT64: f"an integer in [{-(2**63)}, {2**63 - 1}]",
+    FieldDescriptor.TYPE_SINT32: f"an integer in [{-(2**31)}, {2**31 - 1}]",
+    FieldDescriptor.TYPE_STRING: "text",
+    FieldDescriptor.TYPE_UINT32: f"an integer in [0, {2**32 - 1}]",
+}
+
+
+def set_field(message: ProtobufMessage, name: str, value: Any, label: str | None = None) -> None:
+    """Puts a value, or the values of a list, into a field of a message.
+
+    Args:
+        label: what the caller knows the field by; its name if None.
+
+    Raises:
+        InvalidArgumentError: the field cannot hold it: -1 in an unsigned one, a number for text.
+    """
+    field = message.DESCRIPTOR.fields_by_name[name]
     try:
-        setter(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError.of(field, value, f"what the field can hold ({error})") from None
+        if field.is_repeated:
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError):
+        holds = _HOLDS[field.type]
+        limit = f"a list, each {holds}" if field.is_repeated else holds
+        raise InvalidArgumentError.of(label or name, value, limit) from None

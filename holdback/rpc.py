@@ -7,6 +7,7 @@ port belongs to one process: a second server on it is refused, whatever it serve
 from __future__ import annotations
 
 import ipaddress
+import socket
 from typing import Any, NoReturn
 
 import grpc
@@ -33,6 +34,7 @@ from holdback.v1 import errors_pb2
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """One limit for every server and channel; the largest legal request is far below it."""
 
+MAX_PENDING_CALLS = 100_000
 ERROR_DOMAIN = "holdback"
 MAX_STATUS_MESSAGE_CHARS = 1000  # statuses travel as HTTP/2 headers, which peers bound at 8 KiB
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -65,6 +67,10 @@ _COMMON_OPTIONS: list[tuple[str, Any]] = [
 _SERVER_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),
+    # gRPC itself would drop calls that arrive faster than Python takes them, from about a thousand on, as CANCELLED.
+    # Who has too many is for the scheduler's queue limits to say.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
 _CHANNEL_OPTIONS = [
@@ -93,12 +99,19 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     Raises:
         ConfigError: the address cannot be bound, usually because another process has it.
     """
-    address = format_address(host, port)
     try:
-        bound: int = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"port is {port}, which cannot be bound on {host}: in use by another process?") from error
+        _try_to_bind(host, port)  # gRPC would write its own line to the log, and say no reason
+        bound: int = server.add_insecure_port(format_address(host, port))
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "in use by another process?"
+        raise ConfigError(f"port is {port}, which cannot be bound on {host}: {reason}") from error
     return bound
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 def create_channel(target: str) -> grpc.aio.Channel:

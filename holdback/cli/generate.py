@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
 import sys
 
@@ -38,6 +39,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 async def _stream(flags: argparse.Namespace) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character still gets the rest
+        sys.stdout.reconfigure(errors="replace")
     text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     prompt = {"prompt": text} if flags.raw else {"messages": [{"role": "user", "content": text}]}
     async with AsyncClient(flags.address, timeout_s=flags.timeout) as client:

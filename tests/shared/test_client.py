@@ -235,6 +235,9 @@ async def test_what_is_not_given_or_none_is_not_sent(gateway: Gateway, client: A
         ({"allowed_token_ids": [2**32]}, "sampling.allowed_token_ids"),
         ({"logit_bias": {-1: 5.0}}, "sampling.logit_bias"),
         ({"logit_bias": {"x": 1}}, "sampling.logit_bias"),
+        ({"logit_bias": {3: "x"}}, "sampling.logit_bias[3]"),
+        ({"logit_bias": [1]}, "sampling.logit_bias"),
+        ({"stop": 5}, "stop"),
     ],
 )
 @pytest.mark.case("B35", "B30")
@@ -254,6 +257,8 @@ async def test_a_value_that_its_field_cannot_hold_is_named(
         ({"token_ids": [1], "messages": [{"role": "user", "content": "x"}]}, "input"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"prompt": 5}, "prompt"),
+        ({"messages": 5}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": None, "name": "x"}]},
             "messages[1]",
@@ -264,6 +269,18 @@ async def test_a_prompt_that_cannot_be_sent_is_named(client: AsyncClient, prompt
     with pytest.raises(InvalidArgumentError) as caught:
         client.stream(**prompt)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:99999", "127.0.0.1:0", ":80"])
+async def test_an_address_without_a_usable_port_is_refused(address: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"address is .*\[1, 65535\]"):
+        AsyncClient(address)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+async def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="timeout_s is "):
+        AsyncClient("127.0.0.1:1", timeout_s=timeout_s)
 
 
 async def test_an_unknown_option_is_a_mistake_of_the_program(client: AsyncClient) -> None:

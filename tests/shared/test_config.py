@@ -148,6 +148,7 @@ def test_another_address_than_loopback_needs_a_word() -> None:
         (b"\xff\xfe\xfa", "not YAML: "),
         (b"!!python/object/apply:os.system ['true']\n", "not YAML: "),
         (b"[" * 1000, "not YAML: "),
+        (b"port: 1\nport: 2\n", "the key 'port' stands twice"),
         (b"port: 70000\n", "port is 70000; input should be less than or equal to 65535$"),
     ],
 )

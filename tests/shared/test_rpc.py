@@ -117,13 +117,45 @@ async def test_a_call_may_be_silent_for_many_keepalive_intervals(monkeypatch):
         await server.stop(None)
 
 
+class Gathering(grpc.GenericRpcHandler):
+    """Answers every call once `number` of them are there."""
+
+    def __init__(self, number):
+        self.number, self.all_there = number, asyncio.Event()
+
+    def service(self, details):
+        async def answer(request, context):
+            self.number -= 1
+            if self.number == 0:
+                self.all_there.set()
+            await self.all_there.wait()
+            return b"done"
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.mark.loopback
+async def test_a_burst_of_calls_is_served_and_not_dropped():
+    number = 3000
+    server = rpc.create_server()
+    server.add_generic_rpc_handlers((Gathering(number),))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/test/Call", bytes, bytes)
+            assert await asyncio.gather(*(call(b"") for _ in range(number))) == [b"done"] * number
+    finally:
+        await server.stop(None)
+
+
 @pytest.mark.loopback
 async def test_a_second_server_on_a_port_is_refused():
     first, second = rpc.create_server(), rpc.create_server()
     port = rpc.bind(first, "127.0.0.1", 0)
     await first.start()
     try:
-        with pytest.raises(errors.ConfigError, match=f"port is {port}"):
+        with pytest.raises(errors.ConfigError, match=f"port is {port}.*already in use"):
             rpc.bind(second, "127.0.0.1", port)
     finally:
         await first.stop(None)

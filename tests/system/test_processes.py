@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pathlib
 import re
 import signal
 import sys
@@ -90,6 +91,13 @@ async def test_a_prompt_that_was_seen_is_served_from_its_blocks_and_answered_equ
         assert list(cold.token_ids) == list(warm.token_ids) == greedy(prompt, 8)
         assert cold.usage.cached_tokens == 0
         assert warm.usage.cached_tokens == hit
+
+
+@pytest.mark.case("B23")
+async def test_a_prompt_is_not_served_from_the_blocks_of_another_salt(stack):
+    prompt = [(i * 9) % 480 + 17 for i in range(40)]
+    hits = [(await answer(stack, prompt, cache_salt=salt)).usage.cached_tokens for salt in ("a", "b", "", "a")]
+    assert hits == [0, 0, 0, 32]
 
 
 @pytest.mark.case("B10")
@@ -275,6 +283,59 @@ async def test_every_process_ends_with_0_when_it_is_asked_to(stack_arguments):
         await stack.wait_until_ready()
         await answer(stack)
         assert await stack.stop() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_stream_goes_on_at_the_scheduler_that_comes_back(stack_arguments, number):
+    async with LocalStack(stack_arguments) as stack:
+        await stack.wait_until_ready()
+        async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
+            stream = client.stream(token_ids=PROMPT, max_tokens=240, ignore_eos=True)
+            tokens = list((await anext(stream)).token_ids)
+            stack.scheduler.child.send_signal(number)
+            await stack.scheduler.exited
+            await stack.spawn("scheduler-again", "scheduler", ["--port", str(stack.scheduler.port)])
+            async for piece in stream:
+                tokens += piece.token_ids
+    assert tokens == greedy(PROMPT, 240)
+
+
+def children_of(pid):
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+async def test_no_process_outlives_up_however_it_ends(tokenizer_directory, number):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "holdback.cli", "up", "--device", "simulated", "--model", str(tokenizer_directory)),
+        *("--executor.simulated-vocab-size", str(VOCAB_SIZE)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            async for line in process.stdout:
+                if line.startswith(b"ready;"):
+                    break
+            children = children_of(process.pid)
+            assert len(children) == 3
+            process.send_signal(number)
+            await process.wait()
+            while any(map(is_running, children)):  # noqa: ASYNC110 - they are not ours, so nothing tells us
+                await asyncio.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 async def test_up_prints_its_addresses_and_stops_on_a_signal(tokenizer_directory, stack_arguments):
