@@ -87,8 +87,12 @@ class ExecutorConfig(ServiceConfig):
     min_step_timeout_s: float = pydantic.Field(
         10.0, gt=0, le=3600, description="no step ends the process before this many seconds"
     )
-    simulated_vocab_size: int = pydantic.Field(32_000, ge=17, le=2**20, description="simulated device: vocabulary")
-    simulated_eos_token_ids: TokenIds = pydantic.Field((2,), description="simulated device: EOS ids, as a,b")
+    simulated_vocab_size: int | None = pydantic.Field(
+        None, ge=17, le=2**20, description="simulated device: vocabulary; null: that of the model directory, else 32000"
+    )
+    simulated_eos_token_ids: TokenIds | None = pydantic.Field(
+        None, description="simulated device: EOS ids, as a,b; null: those of the model directory, else 2"
+    )
     simulated_fingerprint: str = pydantic.Field(
         "simulated", min_length=1, max_length=128, description="simulated device: model fingerprint"
     )

@@ -130,6 +130,16 @@ def test_a_directory_that_is_no_model_is_refused_without_loading_torch(
     assert done.stdout.endswith(" False\n")
 
 
+def test_a_simulated_device_has_the_vocabulary_of_the_model_that_it_is_given(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 49152, "eos_token_id": [2, 7]}')
+    model = create_device(build(model=tmp_path)).model
+    assert (model.vocab_size, model.eos_token_ids) == (49152, (2, 7))
+    model = create_device(build(model=tmp_path, simulated_vocab_size=60_000, simulated_eos_token_ids=(5,))).model
+    assert (model.vocab_size, model.eos_token_ids) == (60_000, (5,))
+    model = create_device(build(model=tmp_path / "none")).model
+    assert (model.vocab_size, model.eos_token_ids) == (32_000, (2,))
+
+
 def test_the_simulated_device_is_as_configured() -> None:
     device = create_device(
         build(

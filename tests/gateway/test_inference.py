@@ -23,7 +23,7 @@ from holdback.errors import (
 )
 from holdback.types import FinishReason, TokenLogprobs, Usage
 from tests.gateway.scripted_scheduler import MODEL, ScriptedScheduler
-from tests.gateway.small_tokenizers import byte_ids, make_tokenizer, save_directory
+from tests.gateway.small_tokenizers import byte_ids, make_tokenizer, save_directory, with_bos
 
 pytestmark = pytest.mark.loopback
 
@@ -93,6 +93,21 @@ async def test_a_chat_is_rendered_with_the_models_template_and_gets_no_second_bo
     expected = tokenizer.encode(rendered, add_special_tokens=False).ids
     assert list((await scheduler.next_add()).spec.prompt_token_ids) == expected
     assert await client.tokenize(messages=[{"role": "user", "content": "hi"}]) == expected
+
+
+@pytest.mark.case("B52")
+@pytest.mark.parametrize("bos", ["{{ bos_token }}", ""])
+async def test_a_tokenizer_that_adds_bos_leaves_it_to_the_template_of_a_chat(
+    bos: str, tmp_path: pathlib.Path, scheduler: ScriptedScheduler, make_gateway: Callable[..., Any]
+) -> None:
+    template = bos + "{{ messages[0]['content'] }}"
+    directory = save_directory(tmp_path / "bos", with_bos(make_tokenizer("byte_level")), chat_template=template)
+    gateway = await make_gateway(scheduler=scheduler.target, tokenizer=directory)
+    hi = make_tokenizer("byte_level").encode("hi").ids
+    async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
+        assert await client.tokenize("hi") == [1, *hi]
+        chat = await client.tokenize(messages=[{"role": "user", "content": "hi"}])
+    assert chat == ([1, *hi] if bos else hi)
 
 
 async def test_token_ids_are_taken_as_they_are(client: AsyncClient, scheduler: ScriptedScheduler) -> None:
