@@ -144,7 +144,8 @@ def _refuse_unknown(key: str, cls: type[ServiceConfig], where: str) -> None:
 
 def _sentence(problem: Any) -> str:
     """One validation problem as `field is value; what is allowed`. Long values are cut to 100 characters."""
-    field = ".".join(str(part) for part in problem["loc"])
+    # What is in brackets names pydantic's own alternatives of a type.
+    field = ".".join(str(part) for part in problem["loc"] if "[" not in str(part))
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not field:
         return message

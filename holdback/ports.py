@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 
+from holdback.errors import ConfigError
+
 
 def write_ports_file(path: pathlib.Path, port: int, health_port: int) -> None:
     """Writes the ports as JSON, `{"port": ..., "health_port": ...}`. A reader finds no file or a whole one.
@@ -16,8 +18,11 @@ def write_ports_file(path: pathlib.Path, port: int, health_port: int) -> None:
         health_port: of `grpc.health.v1`.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps({"port": port, "health_port": health_port}), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"ports_file is {str(path)!r}, which cannot be written: {error.strerror}") from None
