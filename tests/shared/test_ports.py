@@ -35,5 +35,5 @@ def test_a_reader_never_sees_half_a_file(tmp_path: pathlib.Path, monkeypatch: py
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="ports_file is .*No such file"):
+    with pytest.raises(ConfigError, match=r"ports_file is .*No such file"):
         write_ports_file(tmp_path / "missing" / "ports.json", 7000, 7001)
