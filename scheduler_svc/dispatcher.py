@@ -36,7 +36,7 @@ from scheduler_svc.deadlines import Deadlines
 from scheduler_svc.fan_out import FanOut
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
-from scheduler_svc.limits import check_room, check_wait, expected_wait_s
+from scheduler_svc.limits import check_room, check_sizes, check_wait, expected_wait_s
 from scheduler_svc.placement import Placement
 from scheduler_svc.pool import Pool
 from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Session, Submission, log_end, make_req_id
@@ -46,8 +46,6 @@ log = structlog.get_logger(__name__)
 
 ANY_MODEL = ModelInfo(fingerprint="", name="", vocab_size=2**31, eos_token_ids=(), max_model_len=2**31)
 """Until the pool's model is known a request is held to what every model demands; the rest is checked then."""
-
-MAX_QUEUED_MS = 10 * 365 * 24 * 3600 * 1000
 
 
 class Dispatcher:
@@ -131,7 +129,8 @@ class Dispatcher:
             return
         try:
             replaced = session.check_identity(spec)
-            self._check(spec)
+            check_sizes(spec)
+            check_request(spec, self._pool.model or ANY_MODEL)
             self._pool.check_serves()
             self._deadlines.check()
             if not is_resubmission:
@@ -164,13 +163,6 @@ class Dispatcher:
         """The gateway's stream is gone: all that is left of its requests ends now."""
         for submission in list(session.by_handle.values()):
             self._end(submission, FinishReason.ABORT, error=RequestAbortedError("the gateway's stream ended"))
-
-    def _check(self, spec: RequestSpec) -> None:
-        if spec.deadline_ms is not None and spec.deadline_ms < 1:
-            raise InvalidArgumentError.of("spec.deadline_ms", spec.deadline_ms, ">= 1")
-        if spec.queued_ms > MAX_QUEUED_MS:
-            raise InvalidArgumentError.of("spec.queued_ms", spec.queued_ms, f"[0, {MAX_QUEUED_MS}]")
-        check_request(spec, self._pool.model or ANY_MODEL)
 
     def _check_queue(self, spec: RequestSpec) -> None:
         """Raises ResourceExhaustedError or DeadlineExceededError: it may not wait, or not long enough."""

@@ -21,7 +21,7 @@ import grpc.aio
 import structlog
 
 from holdback import codec, rpc
-from holdback.buckets import check_limits
+from holdback.buckets import blocks_for, check_limits
 from holdback.errors import (
     ErrorReason,
     FailedPreconditionError,
@@ -50,6 +50,9 @@ MAX_NUM_BLOCKS = 2**22
 MAX_NUM_SEQS = 2**16
 MAX_NUM_LATENCIES = 2**16
 """Bounds on what one registration can make the scheduler allocate."""
+
+SPARE_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Of a message limit, for what a step says beside token and block ids: sampling parameters, and rows of a decode."""
 
 
 class ExecutorRegistry:
@@ -240,6 +243,25 @@ def check_info(info: ExecutorInfo) -> None:
     for field, (value, is_allowed, limit) in sizes.items():
         if not is_allowed:
             raise InvalidArgumentError.of(field, value, limit)
+    _check_message_size(info)
+
+
+def _check_message_size(info: ExecutorInfo) -> None:
+    """The largest step that the executor's sizes allow must fit a message: a prompt with its whole block table."""
+    limits, length = info.limits, info.model.max_model_len
+    token_bytes = length * _varint_bytes(info.model.vocab_size)
+    table_bytes = blocks_for(length, max(1, limits.block_size)) * _varint_bytes(limits.num_blocks)
+    if token_bytes + table_bytes + SPARE_MESSAGE_BYTES > rpc.MAX_MESSAGE_BYTES:
+        raise InvalidArgumentError.of(
+            "model.max_model_len",
+            f"{length}, with {token_bytes + table_bytes} bytes of token and block ids in a step",
+            f"at most {rpc.MAX_MESSAGE_BYTES - SPARE_MESSAGE_BYTES} bytes",
+        )
+
+
+def _varint_bytes(largest: int) -> int:
+    """Bytes of a number up to `largest` in a packed field."""
+    return max(1, -(-largest.bit_length() // 7))
 
 
 def dial_target(info: ExecutorInfo, peer: str, allowed: Sequence[Network]) -> str:

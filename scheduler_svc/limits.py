@@ -6,14 +6,39 @@ the decode steps in between, so it is the least that a request has to wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
-from holdback.errors import DeadlineExceededError, ErrorReason, ResourceExhaustedError
+from holdback.errors import DeadlineExceededError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
+from holdback.types import RequestSpec
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.lane import Lane
 
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
+
+
+MAX_QUEUED_MS = 10 * 365 * 24 * 3600 * 1000
+MAX_LIST_ENTRIES = 65_536
+MAX_NUM_LOGPROBS = 64
+
+
+def check_sizes(spec: RequestSpec) -> None:
+    """Bounds of a request that do not depend on the model. Raises InvalidArgumentError."""
+    if spec.deadline_ms is not None and spec.deadline_ms < 1:
+        raise InvalidArgumentError.of("spec.deadline_ms", spec.deadline_ms, ">= 1")
+    if spec.queued_ms > MAX_QUEUED_MS:
+        raise InvalidArgumentError.of("spec.queued_ms", spec.queued_ms, f"[0, {MAX_QUEUED_MS}]")
+    sampling = spec.sampling
+    if (sampling.num_logprobs or 0) > MAX_NUM_LOGPROBS:
+        raise InvalidArgumentError.of("sampling.num_logprobs", sampling.num_logprobs, f"[0, {MAX_NUM_LOGPROBS}]")
+    lists: dict[str, Sized] = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "logit_bias": sampling.logit_bias,
+    }
+    for name, entries in lists.items():
+        if len(entries) > MAX_LIST_ENTRIES:
+            raise InvalidArgumentError.of(f"sampling.{name}", f"{len(entries)} entries", f"at most {MAX_LIST_ENTRIES}")
 
 
 def check_room(

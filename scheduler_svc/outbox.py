@@ -21,6 +21,9 @@ from holdback.v1 import scheduler_pb2
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Bounds a merged message: with 20 log-probabilities for each token about 11 MB, below the limit of `rpc`."""
 
+MAX_REQUESTS_PER_MESSAGE = 10_000
+"""Bounds the starts, and the ends, of a message; an end with a long reason has about 2 KB."""
+
 MAX_STEPS_KEPT = 32
 """Steps that wait as they came; with one more the gateway is slow, and they are merged by request."""
 
@@ -131,6 +134,11 @@ class Outbox:
         return response
 
     def _fill(self, updates: scheduler_pb2.RequestUpdates) -> None:
+        if len(self._started) > MAX_REQUESTS_PER_MESSAGE:
+            # Tokens and ends wait for the message in which the last start is told.
+            updates.started.extend(self._started[:MAX_REQUESTS_PER_MESSAGE])
+            del self._started[:MAX_REQUESTS_PER_MESSAGE]
+            return
         updates.started.extend(self._started)
         self._started.clear()
         if self._pending:
@@ -139,8 +147,8 @@ class Outbox:
         else:
             self._fill_steps(updates)
         if not self._pending and not self._steps:
-            updates.ended.extend(self._ended)
-            self._ended.clear()
+            updates.ended.extend(self._ended[:MAX_REQUESTS_PER_MESSAGE])
+            del self._ended[:MAX_REQUESTS_PER_MESSAGE]
 
     def _fill_steps(self, updates: scheduler_pb2.RequestUpdates) -> None:
         """At most a message full of steps, as they came."""
