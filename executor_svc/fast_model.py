@@ -8,7 +8,7 @@ The model stays transformers' definition. What is replaced computes the same fro
 - The output layer becomes a `PackedLinear` that gives float32, in both.
 
 Between two operations numbers are rounded to bfloat16 less often than in transformers' own forward, never more. Padding
-rows are left as they came in. `model_probe.check_rewrite` compares both forwards at load.
+rows are left as they came in. `model_probe.check_logits` compares both forwards at load.
 """
 
 from __future__ import annotations
