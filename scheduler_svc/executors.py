@@ -249,8 +249,8 @@ def check_info(info: ExecutorInfo) -> None:
 def _check_message_size(info: ExecutorInfo) -> None:
     """The largest step that the executor's sizes allow must fit a message: a prompt with its whole block table."""
     limits, length = info.limits, info.model.max_model_len
-    token_bytes = length * _varint_bytes(info.model.vocab_size)
-    table_bytes = blocks_for(length, max(1, limits.block_size)) * _varint_bytes(limits.num_blocks)
+    token_bytes = length * _varint_bytes(info.model.vocab_size - 1)
+    table_bytes = blocks_for(length, max(1, limits.block_size)) * _varint_bytes(limits.num_blocks - 1)
     if token_bytes + table_bytes + SPARE_MESSAGE_BYTES > rpc.MAX_MESSAGE_BYTES:
         raise InvalidArgumentError.of(
             "model.max_model_len",
@@ -261,7 +261,7 @@ def _check_message_size(info: ExecutorInfo) -> None:
 
 def _varint_bytes(largest: int) -> int:
     """Bytes of a number up to `largest` in a packed field."""
-    return max(1, -(-largest.bit_length() // 7))
+    return max(1, -(-max(0, largest).bit_length() // 7))
 
 
 def dial_target(info: ExecutorInfo, peer: str, allowed: Sequence[Network]) -> str:

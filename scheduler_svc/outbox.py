@@ -21,7 +21,7 @@ from holdback.v1 import scheduler_pb2
 MAX_TOKENS_PER_MESSAGE = 65_536
 """Bounds a merged message: with 20 log-probabilities for each token about 11 MB, below the limit of `rpc`."""
 
-MAX_REQUESTS_PER_MESSAGE = 10_000
+MAX_REQUESTS_PER_MESSAGE = 5_000
 """Bounds the starts, and the ends, of a message; an end with a long reason has about 2 KB."""
 
 MAX_STEPS_KEPT = 32

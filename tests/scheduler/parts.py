@@ -58,6 +58,7 @@ def build_info(
     prefill_us: int = 100,
     decode_us: int = 10,
     max_steps_in_flight: int = 2,
+    vocab_size: int = VOCAB_SIZE,
     lease: str = "a lease of 16 to 64 bytes",
     port: int = 1,
     advertise_address: str = "",
@@ -68,7 +69,7 @@ def build_info(
         executor_id=executor_id,
         lease=lease,
         port=port,
-        model=ModelInfo(fingerprint, "tiny", VOCAB_SIZE, (EOS,), max_model_len),
+        model=ModelInfo(fingerprint, "tiny", vocab_size, (EOS,), max_model_len),
         limits=ExecutorLimits(
             block_size=block_size,
             num_blocks=num_blocks,

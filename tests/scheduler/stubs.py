@@ -61,6 +61,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         info: Callable[[int, str], scheduler_pb2.ExecutorInfo] | None = None,
         is_silent: bool = False,
         accepts: bool = True,
+        refuses_with: HoldbackError | None = None,
         **sizes: Any,
     ) -> None:
         self.executor_id = executor_id
@@ -79,6 +80,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._sizes = sizes
         self._is_silent = is_silent
         self._accepts = accepts
+        self._refuses_with = refuses_with
         self._execute_contexts: list[Any] = []
         self._channel = rpc.create_channel(f"127.0.0.1:{port}")
         self._register = scheduler_pb2_grpc.SchedulerServiceStub(self._channel).Register()
@@ -150,6 +152,8 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         opening = await context.read()
         self.opened_with = opening.open
+        if self._refuses_with is not None:
+            await rpc.abort(context, self._refuses_with)
         if not self._accepts:
             await asyncio.Event().wait()
         accepted = executor_pb2.ExecutionAccepted(protocol_version=VERSION)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -319,4 +318,3 @@ async def test_a_step_that_hangs_is_found_while_another_waits_behind_it(simulate
     lane = await fill(simulation)
     assert isinstance(await lane.ended(), InternalError)
     assert moves_of(simulation) == {"old": 1, "new": 0}
-    await asyncio.sleep(0)

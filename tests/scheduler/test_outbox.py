@@ -137,3 +137,17 @@ async def test_only_the_latest_state_of_the_pool_is_sent() -> None:
     assert response is not None
     assert response.pool.num_executors == 2
     assert outbox.take() is None
+
+
+async def test_starts_and_ends_are_bounded_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_REQUESTS_PER_MESSAGE", 2)
+    outbox = Outbox()
+    for handle in range(5):
+        outbox.started(handle, num_cached_tokens=0, queued_ms=0, executor_id="executor-0")
+    outbox.tokens(range(5), [0] * 5, [50] * 5)
+    for handle in range(5):
+        outbox.ended(handle, FinishReason.LENGTH, Usage(1, 1))
+    messages = [take(outbox) for _ in range(5)]
+    told = [(len(message.started), len(message.token_ids), len(message.ended)) for message in messages]
+    assert told == [(2, 0, 0), (2, 0, 0), (1, 5, 2), (0, 0, 2), (0, 0, 1)]
+    assert outbox.take() is None

@@ -68,6 +68,22 @@ async def test_an_executor_that_does_not_fit_is_refused_and_the_pool_serves_on(
         assert (await gateway.until_ended(0))[0].tokens == answer_of(PROMPT, 3)
 
 
+@pytest.mark.case("B02")
+async def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers_and_a_good_one_serves(serve: Serve) -> None:
+    server = await serve()
+    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 512, "prefill_buckets": (128,)}
+    error = await refusal(server, num_blocks=17, **sizes)
+    assert isinstance(error, FailedPreconditionError)
+    assert error.reason is ErrorReason.CONFIG_INVALID
+    assert "max_model_len is 512, which needs 32 blocks of 16 tokens, but num_blocks is 17" in error.message
+    async with StubExecutor(server.port, num_blocks=33, **sizes), StubGateway(server.port) as gateway:
+        await gateway.add(0, build_spec("A", [20] * 300, max_tokens=3))
+        await gateway.add(1, build_spec("B", [21] * 10, max_tokens=5))
+        answers = await gateway.until_ended(0, 1)
+    assert answers[0].tokens == answer_of([20] * 300, 3)
+    assert answers[1].tokens == answer_of([21] * 10, 5)
+
+
 async def test_the_configuration_can_pin_the_model(serve: Serve) -> None:
     server = await serve(model_fingerprint="the right one")
     error = await refusal(server)
