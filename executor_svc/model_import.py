@@ -227,8 +227,9 @@ def _convert(source: Source, aside: pathlib.Path, dtype: str, enter: Callable[[s
     else:
         _write_tokenizer(aside, _converted_tokenizer(source.path))
     _check_vocabulary(aside, int(model.config.get_text_config(decoder=True).vocab_size))
+    usual = (aside / "config.json").stat().st_mode & 0o777  # as the umask has it
     for path in aside.iterdir():
-        path.chmod(0o644)  # safetensors makes files that only their owner reads
+        path.chmod(usual)  # safetensors makes files that only their owner reads
 
 
 def _read_gguf_metadata(path: pathlib.Path) -> dict[str, Any]:
