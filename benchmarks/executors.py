@@ -78,9 +78,12 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             await call.write(scheduler_pb2.RegisterRequest(executor=info))
             response: Any = await call.read()
             beats = asyncio.create_task(self._send_heartbeats(call, response.accepted.heartbeat_interval_ms / 1000))
-            while await call.read() is not grpc.aio.EOF:
-                """The scheduler's heartbeats."""
-            beats.cancel()
+            try:
+                while await call.read() is not grpc.aio.EOF:
+                    """The scheduler's heartbeats."""
+            finally:
+                beats.cancel()
+                await asyncio.gather(beats, return_exceptions=True)
 
     @staticmethod
     async def _send_heartbeats(call: Any, interval_s: float) -> None:

@@ -105,7 +105,7 @@ class Load:
         for number in range(self._num_streams * self._num_executors):
             # Streams of one executor end one after the other; the lanes fill up side by side.
             order = number // self._num_executors
-            await self._add(NUM_SETTLING_STEPS + 2 * STEPS_PER_CHANGE * (order + 2) if self._changes else MAX_MODEL_LEN)
+            self._add(NUM_SETTLING_STEPS + 2 * STEPS_PER_CHANGE * (order + 2) if self._changes else MAX_MODEL_LEN)
         num_streams = self._num_streams * self._num_executors
         await gateway.until(lambda: gateway.num_started >= num_streams)
         settled = self.num_steps + NUM_SETTLING_STEPS
@@ -115,10 +115,10 @@ class Load:
         for join in self._joins:
             join.cancel()
 
-    async def _add(self, max_tokens: int) -> None:
+    def _add(self, max_tokens: int) -> None:
         number = self.num_added
         self.num_added += 1
-        await self._gateway.add(number, request_spec(number, max_tokens))
+        self._gateway.add(number, request_spec(number, max_tokens))
 
     def _ended(self, handle: int) -> None:
         if self._changes:
@@ -128,7 +128,7 @@ class Load:
 
     async def _join(self, at_step: int) -> None:
         await self._gateway.until(lambda: self.num_steps >= at_step)
-        await self._add(2 * STEPS_PER_CHANGE * self._num_streams - STEPS_PER_CHANGE)
+        self._add(2 * STEPS_PER_CHANGE * self._num_streams - STEPS_PER_CHANGE)
 
 
 @dataclass(frozen=True)

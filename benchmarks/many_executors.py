@@ -1,9 +1,9 @@
 """How many executors one scheduler process drives before their devices stand idle.
 
-    python benchmarks/many_executors.py [--json FILE] [--quick] [--executors 1,4,8,16,32,48]
+    python benchmarks/many_executors.py [--json FILE] [--quick] [--executors 1,4,8,16,24,32,48]
 
 As device_idle.py, asynchronous, with stub executors that share processes: 64 streams each, steps of 25 ms, one gateway.
-It breaks at the first number of executors whose devices are typically idle for more than `--limit-pct` of the time:
+It breaks, and ends, at the first number of executors whose devices are idle for more than `--limit-pct` of the time:
 `typical_pct` is the median of half seconds, while `idle_pct` is over the whole window and shows whatever else the
 machine did. vLLM has no column here: one of its schedulers drives one engine.
 """
@@ -55,13 +55,15 @@ async def run(flags: argparse.Namespace) -> dict[str, object]:
     print(f"{flags.streams} streams an executor, {load}, steps of {flags.step_ms} ms, windows of {flags.seconds:g} s")
     print("cpu_pct: of the scheduler, one core; gateway_cpu: of this process, the same")
     table = Table(*COLUMNS)
-    rows = []
+    rows: list[dict[str, Cell]] = []
+    breaks_at = None
     for num_executors in flags.executors:
-        row = row_of(num_executors, await measure(num_executors, flags), flags)
-        table.row(*row.values())
-        rows.append(row)
-    broken = [row["executors"] for row in rows if float(str(row["typical_pct"])) > flags.limit_pct]
-    breaks_at = broken[0] if broken else None
+        window = await measure(num_executors, flags)
+        rows.append(row_of(num_executors, window, flags))
+        table.row(*rows[-1].values())
+        if window.idle.typical_share * 100 > flags.limit_pct:
+            breaks_at = num_executors
+            break
     print(
         f"idle for more than {flags.limit_pct:g} %: " + ("none of these" if breaks_at is None else f"from {breaks_at}")
     )
@@ -70,7 +72,7 @@ async def run(flags: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = parser_of(__doc__, has_peer=False)
-    parser.add_argument("--executors", type=parse_numbers, default=[1, 4, 8, 16, 32, 48], metavar="N,N")
+    parser.add_argument("--executors", type=parse_numbers, default=[1, 4, 8, 16, 24, 32, 48], metavar="N,N")
     parser.add_argument("--streams", type=int, default=64, help="of each executor")
     parser.add_argument("--step-ms", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each window")

@@ -51,42 +51,46 @@ class CountingGateway:
         self._changed = asyncio.Event()
         self._channel = rpc.create_channel(target)
         self._call: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel).Connect()
-        self._reader: asyncio.Task[None] | None = None
+        self._to_send: asyncio.Queue[scheduler_pb2.ConnectRequest] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         hello = scheduler_pb2.GatewayHello(protocol_version=VERSION, session=secrets.token_hex(16), gateway_id="count")
-        await self._call.write(scheduler_pb2.ConnectRequest(hello=hello))
-        self._reader = asyncio.create_task(self._read())
+        self._to_send.put_nowait(scheduler_pb2.ConnectRequest(hello=hello))
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        for task in self._tasks:
+            task.add_done_callback(lambda _: self._changed.set())
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._call.cancel()
-        assert self._reader is not None
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
-    async def add(self, handle: int, spec: RequestSpec) -> None:
+    def add(self, handle: int, spec: RequestSpec) -> None:
         add = scheduler_pb2.AddRequest(handle=handle, spec=codec.encode_spec(spec))
-        await self._call.write(scheduler_pb2.ConnectRequest(add=add))
+        self._to_send.put_nowait(scheduler_pb2.ConnectRequest(add=add))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for something that messages bring about. Raises what ended the stream instead."""
-        assert self._reader is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             while not condition():
-                if self._reader.done():
-                    self._reader.result()
-                    raise RuntimeError("the scheduler closed the gateway's stream")
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                        raise RuntimeError("the scheduler closed the gateway's stream")
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def _write(self) -> None:
+        while True:
+            await self._call.write(await self._to_send.get())
+
     async def _read(self) -> None:
-        try:
-            while (response := await self._call.read()) is not grpc.aio.EOF:
-                self._count(response)
-                self._changed.set()
-        finally:
+        while (response := await self._call.read()) is not grpc.aio.EOF:
+            self._count(response)
             self._changed.set()
 
     def _count(self, response: scheduler_pb2.ConnectResponse) -> None:

@@ -42,10 +42,6 @@ def _text(cell: Cell) -> str:
     return str(cell)
 
 
-def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return None if numerator is None or not denominator else numerator / denominator
-
-
 def write_json(path: pathlib.Path | None, result: dict[str, object]) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

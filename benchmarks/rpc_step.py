@@ -53,7 +53,7 @@ async def record(running: int, *, is_async: bool, seconds: float) -> Messages:
         ) as pool:
             gateway = pool.gateway
             for number in range(running):
-                await gateway.add(number, request_spec(number))
+                gateway.add(number, request_spec(number))
             await gateway.until(lambda: gateway.num_started >= running)
             settled = gateway.num_tokens + running * NUM_SETTLING_STEPS
             await gateway.until(lambda: gateway.num_tokens >= settled)
