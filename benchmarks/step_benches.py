@@ -1,4 +1,4 @@
-"""Schedulers in a steady decode, each of which can be run for a few steps at a time: the contenders of scheduler_step.py.
+"""Schedulers in a steady decode, run for a few steps at a time: the contenders of scheduler_step.py.
 
 `CoreBench` is the core alone, `WireBench` the whole scheduler without sockets, `VllmBench` vLLM's, in its own process.
 """
