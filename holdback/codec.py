@@ -292,10 +292,11 @@ def encode_spec(spec: RequestSpec) -> types_pb2.RequestSpec:
 def decode_spec(message: types_pb2.RequestSpec) -> RequestSpec:
     return RequestSpec(
         request_id=message.request_id,
-        prompt_token_ids=list(message.prompt_token_ids),
+        # Tuples, for the garbage collector looks through the lists of all that wait, again and again.
+        prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=decode_sampling(message.sampling),
         generation=message.generation,
-        output_token_ids=list(message.output_token_ids),
+        output_token_ids=tuple(message.output_token_ids),
         priority=message.priority,
         cache_salt=message.cache_salt,
         deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,

@@ -161,7 +161,8 @@ class Dispatcher:
 
     def end_session(self, session: Session) -> None:
         """The gateway's stream is gone: all that is left of its requests ends now."""
-        for submission in list(session.by_handle.values()):
+        # The latest first, so that the head of the queue changes once.
+        for submission in reversed(list(session.by_handle.values())):
             self._end(submission, FinishReason.ABORT, error=RequestAbortedError("the gateway's stream ended"))
 
     def _check_queue(self, spec: RequestSpec) -> None:

@@ -324,3 +324,24 @@ def _check_answers(simulation: Simulation, prompts: list[list[int]]) -> None:
         assert len(answer.tokens) == len(expected) or answer.finish_reason == "abort"
     assert simulation.dispatcher.num_waiting == 0
     assert all(lane.core.num_free_blocks == lane.core.num_usable_blocks for lane in simulation.dispatcher.lanes)
+
+
+async def test_checks_of_an_idle_lane_take_a_small_share_of_the_time(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate()
+    lane = simulation.add_lane()
+    num_checks = 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        simulation.clock.stall(0.5)  # as many blocks take
+
+    monkeypatch.setattr(lane.lane.core, "check_integrity", check)
+    for handle in range(10):
+        simulation.submit(handle, build_spec(f"r{handle}", PROMPT, max_tokens=1))
+        await simulation.until_ended(handle)
+        await settle()
+        simulation.clock.advance(10)
+    assert num_checks == 2  # at once, and again after 50 s

@@ -245,10 +245,10 @@ samplings = st.builds(
 specs = st.builds(
     RequestSpec,
     request_id=st.text(max_size=8),
-    prompt_token_ids=token_ids,
+    prompt_token_ids=token_ids.map(tuple),
     sampling=samplings,
     generation=st.integers(0, 2**32 - 1),
-    output_token_ids=token_ids,
+    output_token_ids=token_ids.map(tuple),
     priority=st.integers(-(2**31), 2**31 - 1),
     cache_salt=st.text(max_size=4),
     deadline_ms=st.none() | st.integers(0, 2**63),
