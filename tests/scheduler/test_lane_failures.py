@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdback.errors import FailedPreconditionError, InternalError, UnavailableError
 from holdback.types import ModelRunnerOutput, SchedulerOutput
 from scheduler_svc.requests import request_id_of
+from tests.scheduler.paged import PagedExecutor, paged_answer
 from tests.scheduler.parts import (
     SimulatedLane,
     Simulation,
@@ -270,14 +271,16 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(operations=OPERATIONS)
-def test_whatever_happens_each_request_ends_once_with_its_own_tokens(operations: list[Operation]) -> None:
-    asyncio.run(_operate(operations))
+@settings(max_examples=150, deadline=None)
+@given(operations=OPERATIONS, is_async=st.booleans(), admission=st.sampled_from(["max_model_len", "phased"]))
+def test_whatever_happens_each_request_ends_once_with_its_own_tokens(
+    operations: list[Operation], is_async: bool, admission: str
+) -> None:
+    asyncio.run(_operate(operations, async_scheduling=is_async, kv_admission=admission))
 
 
-async def _operate(operations: list[Operation]) -> None:
-    simulation = Simulation(max_request_moves=100)
+async def _operate(operations: list[Operation], **settings: object) -> None:
+    simulation = Simulation(max_request_moves=100, **settings)
     lanes = [_replacement(simulation, number, 0) for number in range(3)]
     prompts: list[list[int]] = []
     for count, (kind, value) in enumerate(operations):
@@ -310,7 +313,10 @@ async def _operate(operations: list[Operation]) -> None:
 
 
 def _replacement(simulation: Simulation, number: int, count: int) -> SimulatedLane:
-    return simulation.add_lane(f"executor-{number}-{count}", is_stepped=True, max_num_seqs=2)
+    """Two slots, and less KV memory than two of the longest requests need."""
+    executor = PagedExecutor(max_num_seqs=2)
+    name = f"executor-{number}-{count}"
+    return simulation.add_lane(name, is_stepped=True, executor=executor, max_num_seqs=2, num_blocks=21)
 
 
 def _check_answers(simulation: Simulation, prompts: list[list[int]]) -> None:
@@ -318,7 +324,7 @@ def _check_answers(simulation: Simulation, prompts: list[list[int]]) -> None:
     assert len(answers.by_handle) == len(prompts)
     for handle, prompt in enumerate(prompts):
         answer = answers[handle]
-        expected = answer_of(prompt, 1 + len(prompt) % 8)
+        expected = paged_answer(prompt, 1 + len(prompt) % 8)
         assert answer.finish_reason in ("length", "abort")
         assert answer.tokens == expected[: len(answer.tokens)]
         assert len(answer.tokens) == len(expected) or answer.finish_reason == "abort"
