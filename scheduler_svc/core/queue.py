@@ -22,8 +22,8 @@ Item = TypeVar("Item")
 class WaitingQueue(Protocol):
     """Requests that are bound to no lane, in the order in which they are to be bound.
 
-    No operation but iteration may cost more with more that waits, but for a logarithm (K9). A scheduler peeks at the head in
-    each step and takes it in the step that schedules its first chunk.
+    No operation but iteration may cost more with more that waits, but for a logarithm (K9). A scheduler peeks at the
+    head in each step and takes it in the step that schedules its first chunk.
     """
 
     def __len__(self) -> int: ...

@@ -1,0 +1,367 @@
+"""Every state that a tiny scheduler can get into, whatever arrives, ends or is aborted at whatever moment.
+
+A state is expanded by everything that may happen next: the next step with nothing waiting, or with any kind of request
+at the head that admission lets in; a decode step between two chunks, or none; the result of the oldest step in flight,
+with or without an EOS in one of its rows; an abort of any request. States that differ only in names (of requests, of
+blocks with equal content, of blocks without content) are one state, so the search ends although any number of requests
+may come one after the other; at most `max_num_seqs` run at once.
+
+A head that is refused changes nothing: a step with it is a step without it. So a request that waits until it is let in
+is found as one that arrives then, and every moment of arrival is covered.
+
+In each state and for each kind of request the answers of the three policies are compared, and the answer of the policy
+that runs with a literal reading of the rule. In each step the scheduler must find its blocks, keep its integrity, and
+schedule something if nothing is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from holdback.buckets import check_kv_memory
+from holdback.types import FinishReason, ModelRunnerOutput, RequestSpec, SamplingParams, SchedulerOutput
+from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
+from scheduler_svc.core.config import KvAdmission, SchedulerConfig
+from scheduler_svc.core.neuron_scheduler import NeuronScheduler
+from scheduler_svc.core.request import Request
+from tests.core.builders import EOS, FIRST_OUTPUT
+from tests.core.copies import clone
+from tests.core.reference import max_model_len_admits, phased_admits, reserved_admits
+
+BLOCK_SIZE = 2
+MAX_PROMPT = 5
+MAX_TOKENS = 6
+BOUND_US = 50
+
+# Prompts of one kind are beginnings of one of these, or share nothing. The second goes on from what a request with one
+# token of the first has answered, so it hits blocks with outputs.
+STREAMS = {"shared": (100, 101, 102, 103, 104), "continued": (100, 50, 51, 52, 53)}
+
+
+class Kind(NamedTuple):
+    """What may arrive."""
+
+    prompt: int
+    max_tokens: int
+    stream: str = "own"
+
+
+class TinyConfig(SchedulerConfig):
+    """A configuration that may have fewer tokens per step than requests, which K2 refuses."""
+
+    def __post_init__(self) -> None:
+        check_kv_memory(self.num_blocks, self.max_model_len, self.block_size)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one search varies: everything but the requests.
+
+    Attributes:
+        num_usable: blocks, of 2 tokens.
+        chunk: most tokens of a prefill chunk.
+        depth: steps in flight.
+        may_decode_between: there is a stall bound, so a decode step may come between two chunks.
+        max_num_seqs: requests that run at once.
+        kv_admission: the policy.
+        streams: of the prompts; without any but "own" there is no prefix cache.
+        max_requests: that arrive in all; None for any number.
+        model_len_share: `max_model_len` is this part of KV memory: 1, or 2 so that two of that length fit.
+    """
+
+    num_usable: int
+    chunk: int = 2
+    depth: int = 1
+    may_decode_between: bool = False
+    max_num_seqs: int = 2
+    kv_admission: KvAdmission = KvAdmission.PHASED
+    streams: tuple[str, ...] = ("own",)
+    max_requests: int | None = None
+    model_len_share: int = 1
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.num_usable // self.model_len_share * BLOCK_SIZE, MAX_PROMPT + MAX_TOKENS)
+
+    def kinds(self) -> list[Kind]:
+        """All that fit: a longer prompt is refused on arrival, and a higher `max_tokens` is cut."""
+        lengths = [
+            (prompt, max_tokens)
+            for prompt in range(1, MAX_PROMPT + 1)
+            for max_tokens in range(1, MAX_TOKENS + 1)
+            if prompt + max_tokens <= self.max_model_len
+        ]
+        return [Kind(*length, stream) for stream in self.streams for length in lengths]
+
+    def build(self, scheduler_class: type[NeuronScheduler] | None = None) -> NeuronScheduler:
+        config = TinyConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.chunk,
+            max_model_len=self.max_model_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_usable + 1,
+            num_batched_tokens_buckets=(self.chunk,),
+            enable_prefix_caching=self.streams != ("own",),
+            kv_admission=self.kv_admission,
+            max_decode_stall_ms=BOUND_US / 1000 if self.may_decode_between else None,
+        )
+        if scheduler_class is None:
+            scheduler_class = NeuronAsyncScheduler if self.depth == 2 else NeuronScheduler
+        return scheduler_class(config, expected_time=lambda phase, size, context: size)
+
+
+# ---- one state ----
+
+
+@dataclass
+class World:
+    """A scheduler, what is in flight, and how many requests there were."""
+
+    scheduler: NeuronScheduler
+    in_flight: list[SchedulerOutput] = field(default_factory=list)
+    num_requests: int = 0
+
+    def offer(self, kind: Kind) -> Request:
+        """A new request, in no queue yet."""
+        number = self.num_requests
+        own = tuple(range(1000 * (number + 2), 1000 * (number + 2) + MAX_PROMPT))
+        prompt = STREAMS.get(kind.stream, own)[: kind.prompt]
+        spec = RequestSpec(f"r{number}", prompt, SamplingParams(max_tokens=kind.max_tokens))
+        return Request(spec.request_id, spec, (EOS,))
+
+    def schedule(self, kind: Kind | None = None, decode_first: bool = False) -> None:
+        """One step, with a request of that kind at the head, which must be let in; or with nothing waiting."""
+        scheduler = self.scheduler
+        # Any sum of expected times may have come together.
+        scheduler._stall._stall.total_us = BOUND_US if decode_first else 0
+        was_idle = not self.in_flight
+        if kind is not None:
+            scheduler.add_request(self.offer(kind))
+            self.num_requests += 1
+        output = scheduler.schedule()
+        assert kind is None or output.scheduled_new_reqs, "let in and not bound"
+        if output.num_scheduled_tokens:
+            self.in_flight.append(output)
+        assert output.num_scheduled_tokens or not (was_idle and scheduler.running), "nothing is scheduled"
+
+    def update(self, eos_row: int | None = None) -> None:
+        """The result of the oldest step in flight."""
+        output = self.in_flight.pop(0)
+        rows = self.scheduler._steps[0].sampling_rows
+        tokens = [FIRST_OUTPUT + len(request.output_token_ids) for request in rows]
+        if eos_row is not None:
+            tokens[eos_row] = EOS
+        self.scheduler.update_from_output(output, ModelRunnerOutput(output.step, tokens))
+
+    def abort(self, req_id: str) -> None:
+        self.scheduler.finish_request(req_id, FinishReason.ABORT)
+
+    def may_decode_between(self) -> bool:
+        """Whether a stall bound may make the next step a decode step although somebody prefills."""
+        scheduler = self.scheduler
+        if scheduler.config.max_decode_stall_ms is None or not scheduler.has_prefill_in_running:
+            return False
+        return scheduler._stall.num_prefill_steps > 0 and scheduler._can_decode(scheduler.running)
+
+    def may_bind(self) -> bool:
+        """Whether the next step may bind somebody, KV memory aside."""
+        scheduler = self.scheduler
+        has_room = not scheduler.at_capacity and not scheduler.has_prefill_in_running
+        return has_room and len(self.in_flight) < scheduler.max_steps_in_flight
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for states that go on equally."""
+        scheduler, pool, cache = self.scheduler, self.scheduler.block_pool, self.scheduler.prefix_cache
+        position = {request: index for index, request in enumerate(scheduler.running)}
+        labels: dict[int, int] = {}
+        running = tuple(
+            (
+                request.num_computed_tokens,
+                request.num_steps_left,
+                request.num_prefill_tokens if request.is_prefill else 0,
+                request.num_output_placeholders,
+                tuple((labels.setdefault(b, len(labels)), _content(cache, b)) for b in request.block_ids),
+                _future(request),
+            )
+            for request in scheduler.running
+        )
+        in_flight = tuple(
+            (tuple(position.get(request) for request in record.rows), record.num_prefill_rows > 0)
+            for record in scheduler._steps
+        )
+        free_cached = tuple(_content(cache, block_id) for block_id in pool._free_cached)
+        is_after_prefill = scheduler.config.max_decode_stall_ms is not None and scheduler._stall.num_prefill_steps > 0
+        return running, in_flight, free_cached, len(pool._free_plain), is_after_prefill
+
+
+def _known_keys() -> dict[bytes, str]:
+    keys: dict[bytes, str] = {}
+    for name, tokens in STREAMS.items():
+        request = Request("", RequestSpec("", tokens), (EOS,))
+        for index in range(MAX_PROMPT // BLOCK_SIZE):
+            keys.setdefault(request.block_key(index, BLOCK_SIZE), f"{name}{index}")
+    return keys
+
+
+KNOWN_KEYS = _known_keys()
+
+
+def _content(cache: Any, block_id: int) -> str:
+    """What a block offers. What no prompt can hit is all the same."""
+    key = cache._keys.get(block_id)
+    if key is None:
+        return ""
+    name = KNOWN_KEYS.get(key)
+    if name is None:
+        return "x"
+    return name if cache.find(key) == block_id else f"{name} copy {list(cache._copies[key]).index(block_id)}"
+
+
+def _future(request: Request) -> tuple[str, ...]:
+    """What its blocks will offer once they are full."""
+    tokens = [*request.spec.prompt_token_ids, *range(FIRST_OUTPUT, FIRST_OUTPUT + request.max_tokens)]
+    if tokens[0] != STREAMS["shared"][0]:
+        return ()
+    whole = Request("", RequestSpec("", tuple(tokens)), (EOS,))
+    num_blocks = min(MAX_PROMPT, len(tokens)) // BLOCK_SIZE
+    return tuple(KNOWN_KEYS.get(whole.block_key(index, BLOCK_SIZE), "x") for index in range(num_blocks))
+
+
+# ---- the search ----
+
+
+class FlawError(AssertionError):
+    """What went wrong, and what led to it."""
+
+
+@dataclass
+class Counts:
+    """What a search has seen."""
+
+    states: int = 0
+    steps: int = 0
+    questions: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.states + other.states, self.steps + other.steps, self.questions + other.questions)
+
+
+class Search:
+    """Walks all states of a setup, depth first.
+
+    Args:
+        kinds: of requests that may arrive; all that fit if None.
+        scheduler: one with a fault in it, whose answers are compared with nothing.
+        max_states: stops there.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        kinds: Sequence[Kind] | None = None,
+        scheduler: NeuronScheduler | None = None,
+        max_states: int | None = None,
+    ) -> None:
+        self.setup = setup
+        self.kinds = setup.kinds() if kinds is None else list(kinds)
+        self.max_states = max_states
+        self.counts = Counts()
+        self._compares = scheduler is None
+        self._seen: set[int] = set()
+        self._root = World(setup.build() if scheduler is None else scheduler)
+        # They have prompts that nobody else has, where nothing is to be shared.
+        nobody = World(self._root.scheduler, num_requests=-1)
+        self._asked = {nobody.offer(kind): kind for kind in self.kinds}
+
+    def run(self) -> Counts:
+        """Raises FlawError with the first path that leads to one."""
+        self._seen.add(self._key(self._root))
+        path = [(self._root, self._actions(self._root), "start")]
+        while path and (self.max_states is None or len(self._seen) < self.max_states):
+            world, actions, _ = path[-1]
+            if not actions:
+                path.pop()
+                continue
+            action = actions.pop()
+            names = [*(name for *_, name in path[1:]), action.name]
+            following = self._go_on(clone(world, {}) if actions else world, action, names)
+            key = self._key(following)
+            if key not in self._seen:
+                self._seen.add(key)
+                path.append((following, self._actions(following), action.name))
+        self.counts.states = len(self._seen)
+        return self.counts
+
+    def _key(self, world: World) -> int:
+        return hash((world.key(), self.setup.max_requests and world.num_requests))
+
+    def _go_on(self, world: World, action: Action, names: Sequence[str]) -> World:
+        self.counts.steps += 1
+        try:
+            action.apply(world)
+            world.scheduler.check_integrity()
+        except Exception as error:
+            raise FlawError(f"{self.setup}: {', '.join(names)}: {error}") from error
+        return world
+
+    def _actions(self, world: World) -> list[Action]:
+        scheduler = world.scheduler
+        actions = [Action(f"abort {request.req_id}", "abort", (request.req_id,)) for request in scheduler.running]
+        if world.in_flight:
+            sampling_rows = enumerate(scheduler._steps[0].sampling_rows)
+            eos_rows = [row for row, request in sampling_rows if request.slot is not None]
+            actions.append(Action("update", "update", ()))
+            actions += [Action(f"update with EOS in row {row}", "update", (row,)) for row in eos_rows]
+        if len(world.in_flight) < scheduler.max_steps_in_flight:
+            actions.append(Action("schedule", "schedule", ()))
+            if world.may_decode_between():
+                actions.append(Action("decode", "schedule", (None, True)))
+        may_arrive = self.setup.max_requests is None or world.num_requests < self.setup.max_requests
+        if may_arrive and world.may_bind():
+            actions += [Action(f"schedule {tuple(kind)}", "schedule", (kind,)) for kind in self._let_in(world)]
+        return actions
+
+    def _let_in(self, world: World) -> list[Kind]:
+        """Kinds that the next step would bind. All answers must agree."""
+        scheduler = world.scheduler
+        scheduler._stall._stall.total_us = 0
+        # Who was refused in an earlier state is asked first, while that is remembered.
+        refusal = getattr(scheduler.admission, "_refusal", None)
+        requests = [*self._asked] if refusal is None else [refusal.request, *self._asked]
+        answers = [(request, scheduler.why_not(request) is None) for request in requests]
+        self.counts.questions += len(answers)
+        if self._compares:
+            for request, is_let_in in answers:
+                self._compare(scheduler, request, is_let_in)
+        let_in = [self._asked[request] for request, is_let_in in answers[-len(self._asked) :] if is_let_in]
+        if not scheduler.running and len(let_in) < len(self._asked):
+            raise FlawError(f"{self.setup}: an empty lane lets in {let_in} and nobody else")
+        return let_in
+
+    def _compare(self, scheduler: NeuronScheduler, request: Request, is_let_in: bool) -> None:
+        by_policy = {policy: rule(scheduler, request) for policy, rule in RULES.items()}
+        if [*by_policy.values()] != sorted(by_policy.values()):
+            raise FlawError(f"{self.setup}: {by_policy} for {self._asked[request]} beside {scheduler.running}")
+        if is_let_in != by_policy[self.setup.kv_admission]:
+            raise FlawError(f"{self.setup}: {is_let_in}, but {by_policy} for {self._asked[request]}")
+
+
+class Action(NamedTuple):
+    """Something that may happen next: a method of `World`."""
+
+    name: str
+    method: str
+    arguments: tuple[Any, ...]
+
+    def apply(self, world: World) -> None:
+        getattr(world, self.method)(*self.arguments)
+
+
+RULES: dict[KvAdmission, Callable[[NeuronScheduler, Request], bool]] = {
+    KvAdmission.MAX_MODEL_LEN: max_model_len_admits,
+    KvAdmission.RESERVED: reserved_admits,
+    KvAdmission.PHASED: phased_admits,
+}
+"""From the strictest on."""
