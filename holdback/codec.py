@@ -21,46 +21,64 @@ from holdback.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from holdback.request_codec import (
+    decode_finish_reason,
+    decode_logprobs,
+    decode_phase,
+    decode_sampling,
+    decode_spec,
+    decode_state,
+    decode_usage,
+    encode_finish_reason,
+    encode_logprobs,
+    encode_phase,
+    encode_sampling,
+    encode_spec,
+    encode_state,
+    encode_usage,
+)
 from holdback.types import (
     CachedRequestsData,
     ExecutorInfo,
     ExecutorLimits,
-    FinishReason,
     GraphLatency,
     ModelInfo,
     ModelRunnerOutput,
     NewRequestData,
     Phase,
-    RequestSpec,
-    SamplingParams,
     SchedulerOutput,
-    SchedulerState,
     StepTimings,
     TokenLogprobs,
-    TraceContext,
-    Usage,
 )
 from holdback.v1 import errors_pb2, executor_pb2, scheduler_pb2, types_pb2
 
-_PHASES: dict[Phase | None, types_pb2.Phase.ValueType] = {
-    None: types_pb2.PHASE_UNSPECIFIED,
-    Phase.PREFILL: types_pb2.PHASE_PREFILL,
-    Phase.DECODE: types_pb2.PHASE_DECODE,
-}
-_FINISH_REASONS = {
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
-}
-_STATES = {
-    SchedulerState.IDLE: types_pb2.SCHEDULER_STATE_IDLE,
-    SchedulerState.ACTIVE_PREFILL: types_pb2.SCHEDULER_STATE_ACTIVE_PREFILL,
-    SchedulerState.ACTIVE_DECODE: types_pb2.SCHEDULER_STATE_ACTIVE_DECODE,
-}
-_PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
-_FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
-_STATES_BACK = {number: state for state, number in _STATES.items()}
+__all__ = [
+    "StepDecoder",
+    "StepEncoder",
+    "decode_execution_failed",
+    "decode_executor_info",
+    "decode_finish_reason",
+    "decode_logprobs",
+    "decode_model_info",
+    "decode_phase",
+    "decode_runner_output",
+    "decode_sampling",
+    "decode_spec",
+    "decode_state",
+    "decode_usage",
+    "encode_execution_failed",
+    "encode_executor_info",
+    "encode_finish_reason",
+    "encode_logprobs",
+    "encode_model_info",
+    "encode_phase",
+    "encode_runner_output",
+    "encode_sampling",
+    "encode_spec",
+    "encode_state",
+    "encode_timings",
+    "encode_usage",
+]
 
 
 class StepEncoder:
@@ -74,7 +92,7 @@ class StepEncoder:
 
     def encode(self, output: SchedulerOutput) -> executor_pb2.SchedulerOutput:
         """The message of one step. Requests that finished before the executor heard of them are not told."""
-        message = executor_pb2.SchedulerOutput(step=self._num_steps, phase=_PHASES[output.phase])
+        message = executor_pb2.SchedulerOutput(step=self._num_steps, phase=encode_phase(output.phase))
         self._num_steps += 1
         for req_id in output.finished_req_ids:
             handle = self._handles.pop(req_id, None)
@@ -271,96 +289,6 @@ def decode_execution_failed(message: executor_pb2.ExecutionFailed) -> HoldbackEr
     return kind(message.message, reason=reason)
 
 
-def encode_spec(spec: RequestSpec) -> types_pb2.RequestSpec:
-    message = types_pb2.RequestSpec(
-        request_id=spec.request_id,
-        generation=spec.generation,
-        prompt_token_ids=spec.prompt_token_ids,
-        output_token_ids=spec.output_token_ids,
-        sampling=encode_sampling(spec.sampling),
-        priority=spec.priority,
-        cache_salt=spec.cache_salt,
-        deadline_ms=spec.deadline_ms,
-        queued_ms=spec.queued_ms,
-    )
-    if spec.trace.traceparent:
-        message.trace_context.traceparent = spec.trace.traceparent
-        message.trace_context.tracestate = spec.trace.tracestate
-    return message
-
-
-def decode_spec(message: types_pb2.RequestSpec) -> RequestSpec:
-    return RequestSpec(
-        request_id=message.request_id,
-        # Tuples, for the garbage collector looks through the lists of all that wait, again and again.
-        prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling=decode_sampling(message.sampling),
-        generation=message.generation,
-        output_token_ids=tuple(message.output_token_ids),
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-        deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
-        queued_ms=message.queued_ms,
-        trace=TraceContext(message.trace_context.traceparent, message.trace_context.tracestate),
-    )
-
-
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-)
-
-
-def encode_sampling(params: SamplingParams) -> types_pb2.SamplingParams:
-    message = types_pb2.SamplingParams(
-        top_k=params.top_k, stop_token_ids=params.stop_token_ids, num_logprobs=params.num_logprobs
-    )
-    for name in _SCALARS:
-        setattr(message, name, getattr(params, name))
-    if params.allowed_token_ids is not None:
-        message.allowed_token_ids.SetInParent()
-        message.allowed_token_ids.token_ids.extend(params.allowed_token_ids)
-    for token_id, bias in params.logit_bias.items():
-        message.logit_bias.add(token_id=token_id, bias=bias)
-    return message
-
-
-def decode_sampling(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields have the defaults of `SamplingParams`; a `top_k` of 0 or -1 is None. Values are not checked."""
-    values = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # type: ignore[arg-type]
-    return SamplingParams(
-        **values,
-        top_k=message.top_k if message.HasField("top_k") and message.top_k not in (0, -1) else None,
-        stop_token_ids=tuple(message.stop_token_ids),
-        allowed_token_ids=(
-            tuple(message.allowed_token_ids.token_ids) if message.HasField("allowed_token_ids") else None
-        ),
-        logit_bias={entry.token_id: entry.bias for entry in message.logit_bias},
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-    )
-
-
-def encode_logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
-    return types_pb2.TokenLogprobs(
-        token_id=logprobs.token_id,
-        logprob=logprobs.logprob,
-        top_token_ids=logprobs.top_token_ids,
-        top_logprobs=logprobs.top_logprobs,
-    )
-
-
-def decode_logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.token_id, message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
-
-
 def encode_model_info(model: ModelInfo) -> types_pb2.ModelInfo:
     return types_pb2.ModelInfo(
         fingerprint=model.fingerprint,
@@ -399,7 +327,7 @@ def encode_executor_info(info: ExecutorInfo) -> scheduler_pb2.ExecutorInfo:
         ),
         latencies=[
             scheduler_pb2.GraphLatency(
-                phase=_PHASES[entry.phase], size=entry.size, context=entry.context, latency_us=entry.latency_us
+                phase=encode_phase(entry.phase), size=entry.size, context=entry.context, latency_us=entry.latency_us
             )
             for entry in info.latencies
         ],
@@ -440,53 +368,5 @@ def _decode_latencies(messages: Iterable[scheduler_pb2.GraphLatency]) -> Iterabl
         yield GraphLatency(phase, message.size, message.context, message.latency_us)
 
 
-def encode_usage(usage: Usage) -> types_pb2.Usage:
-    return types_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
-
-
-def decode_usage(message: types_pb2.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
-
-
-def encode_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
-    return _FINISH_REASONS[reason]
-
-
-def decode_finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
-    """Raises InvalidArgumentError for UNSPECIFIED and for values of a newer peer."""
-    try:
-        return _FINISH_REASONS_BACK[number]
-    except KeyError:
-        raise InvalidArgumentError.of("finish_reason", number, "a known reason") from None
-
-
-def encode_state(state: SchedulerState) -> types_pb2.SchedulerState.ValueType:
-    return _STATES[state]
-
-
-def decode_state(number: types_pb2.SchedulerState.ValueType) -> SchedulerState:
-    """Raises InvalidArgumentError for UNSPECIFIED and for values of a newer peer."""
-    try:
-        return _STATES_BACK[number]
-    except KeyError:
-        raise InvalidArgumentError.of("state", number, "a known state") from None
-
-
-def encode_phase(phase: Phase | None) -> types_pb2.Phase.ValueType:
-    return _PHASES[phase]
-
-
 def encode_timings(timings: StepTimings) -> executor_pb2.StepTimings:
     return executor_pb2.StepTimings(queue_us=timings.queue_us, device_us=timings.device_us, host_us=timings.host_us)
-
-
-def decode_phase(number: types_pb2.Phase.ValueType) -> Phase | None:
-    """None for UNSPECIFIED. Raises InvalidArgumentError for values of a newer peer."""
-    try:
-        return _PHASES_BACK[number]
-    except KeyError:
-        raise InvalidArgumentError.of("phase", number, "a known phase") from None
