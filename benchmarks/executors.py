@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import queue
 import secrets
 import sys
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--prefill-us", type=int, required=True)
     flags = parser.parse_args()
     configure_logging("executors", "error")
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)  # streams that are cut at the end are no news
     asyncio.run(run(flags))
 
 
