@@ -14,7 +14,8 @@ from holdback.types import FinishReason
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
-from tests.core.builders import EOS, build_drive, ids
+from tests.core.builders import EOS, FIRST_OUTPUT, build_drive, build_request, ids
+from tests.core.exploring import RULES
 
 # Three beginnings that differ at once, within the first block, and after it, so that hits are common.
 PROMPTS = [[1] * 40, [1, 1, 9] + [1] * 37, [1] * 6 + [8] * 34]
@@ -30,9 +31,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         kv_admission=st.sampled_from(KvAdmission),
         max_decode_stall_ms=st.sampled_from([None, 0, 0.008, 0.02]),
+        remembered=st.integers(0, 4),
     )
-    def start(self, **sizes):
+    def start(self, remembered, **sizes):
         self.drive = build_drive(self.scheduler_class, max_model_len=32, **sizes)
+        # They are asked about after each operation, and one of them first and last: it is the one that is remembered
+        # until the next operation, as the head of a queue is.
+        outputs = list(range(FIRST_OUTPUT, FIRST_OUTPUT + 12))
+        self.heads = [
+            build_request(f"head{number}", prompt, max_tokens=max_tokens)
+            for number, (prompt, max_tokens) in enumerate(
+                [([7], 6), ([7] * 20, 11), (PROMPTS[0][:24], 2), (PROMPTS[0][:13], 12), (PROMPTS[0][:2] + outputs, 5)]
+            )
+        ]
+        self.heads = [self.heads[remembered], *self.heads, self.heads[remembered]]
         self.expected = {}
         self.num_requests = 0
 
@@ -109,6 +121,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         for req_id, tokens in self.expected.items():
             came = self.drive.outputs.get(req_id, [])
             assert came == tokens[: len(came)]
+
+    @invariant()
+    def admission_answers_as_the_rules_read(self):
+        if not hasattr(self, "drive") or self.scheduler.has_prefill_in_running:
+            return
+        scheduler = self.scheduler
+        for head in self.heads:
+            is_let_in = (
+                scheduler.admission.why_not(head, scheduler.running) or scheduler._why_not_placed(head)
+            ) is None
+            by_policy = [rule(scheduler, head) for rule in RULES.values()]
+            assert is_let_in == RULES[scheduler.config.kv_admission](scheduler, head)
+            assert by_policy == sorted(by_policy)
 
     def teardown(self):
         if not hasattr(self, "drive"):

@@ -1,0 +1,346 @@
+"""Admission by reserved blocks and by the peak over time: who is let in, and what is never let happen."""
+
+from typing import Any
+
+import pytest
+
+from holdback.errors import ConfigError, InternalError
+from holdback.types import FinishReason
+from scheduler_svc.core.admission import AdmissionPolicy, MaxModelLenAdmission, ReservedAdmission
+from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
+from scheduler_svc.core.config import KvAdmission
+from scheduler_svc.core.neuron_scheduler import NeuronScheduler
+from scheduler_svc.core.phased import PhasedAdmission
+from tests.core.builders import build_config, build_drive, build_request, ids
+from tests.core.exploring import Kind, Setup, World
+from tests.core.reference import Fault, ReferenceAdmission, needed_blocks
+
+PHASED, RESERVED = KvAdmission.PHASED, KvAdmission.RESERVED
+
+
+def build_phased(scheduler_class=NeuronScheduler, **changes):
+    return build_drive(scheduler_class, kv_admission=PHASED, **changes)
+
+
+@pytest.mark.parametrize(
+    ("policy", "admission_class"),
+    [(KvAdmission.MAX_MODEL_LEN, MaxModelLenAdmission), (RESERVED, ReservedAdmission), (PHASED, PhasedAdmission)],
+)
+def test_the_configuration_chooses_the_policy(policy, admission_class):
+    assert isinstance(NeuronScheduler(build_config(kv_admission=policy)).admission, admission_class)
+    assert isinstance(NeuronScheduler(build_config()).admission, MaxModelLenAdmission)
+
+
+@pytest.mark.parametrize("policy", KvAdmission)
+def test_under_every_policy_a_request_of_max_model_len_must_fit(policy):
+    with pytest.raises(ConfigError, match="num_blocks is 16"):
+        build_config(num_blocks=16, max_model_len=64, kv_admission=policy)
+
+
+# ---- reserved ----
+
+
+def test_reserved_lets_in_as_many_as_may_grow_to_their_own_max_tokens():
+    # 16 usable blocks of 4. Each may compute 5 + 8 - 1 tokens: 3 blocks. Three more tokens need one more.
+    drive = build_drive(num_blocks=17, max_num_seqs=8, kv_admission=RESERVED, enable_prefix_caching=False)
+    for req_id in "abcde":
+        drive.add(req_id, prompt=5, max_tokens=8)
+    drive.run(5)
+    assert ids(drive.scheduler.running) == ["e", "d", "c", "b", "a"]
+    assert drive.scheduler.why_not(build_request("one-block", prompt=4, max_tokens=1)) is None
+    assert drive.scheduler.why_not(build_request("two-blocks", prompt=4, max_tokens=2)) == (
+        "the running requests may need 15 blocks and this one 2; 16 are usable"
+    )
+    drive.scheduler.finish_request("c", FinishReason.ABORT)
+    assert drive.scheduler.why_not(build_request("two-blocks", prompt=4, max_tokens=2)) is None
+
+
+def test_what_goes_on_after_a_loss_reserves_what_it_did_before():
+    drive = build_drive(num_blocks=17, max_num_seqs=8, kv_admission=RESERVED)
+    scheduler: Any = drive.scheduler
+    drive.add("a", prompt=5, max_tokens=8)
+    drive.run(4)
+    assert scheduler.admission.num_reserved == 3
+    (moved,) = drive.lose_lane()
+    assert scheduler.admission.num_reserved == 0
+    scheduler.add_request(moved)
+    drive.step()
+    assert (moved.num_prefill_tokens, scheduler.admission.num_reserved) == (9, 3)
+    drive.run_until_idle()
+    assert scheduler.admission.num_reserved == 0
+
+
+def test_a_max_tokens_that_does_not_fit_counts_as_what_fits_also_before_it_is_cut():
+    drive = build_drive(num_blocks=17, max_model_len=64, kv_admission=RESERVED)
+    assert drive.scheduler.why_not(build_request("r", prompt=60, max_tokens=1000)) is None
+
+
+# ---- phased: what fits beside each other over time ----
+
+
+def test_phased_lets_in_what_is_large_only_when_others_are_gone():
+    # 9 usable blocks of 4. The worst cases are 7 blocks, in 5 steps, and 3. At that time c holds 2.
+    drive = build_phased(num_blocks=10, max_model_len=32, enable_prefix_caching=False)
+    drive.add("a", prompt=20, max_tokens=6)
+    drive.step()
+    short = build_request("b", prompt=4, max_tokens=9)
+    assert needed_blocks(drive.scheduler, short) == [6, 8, 8, 8, 8, 10, 3, 3, 3]
+    assert drive.scheduler.why_not(short) == "with this request up to 10 blocks may be needed at once; 9 are usable"
+    shorter = build_request("c", prompt=3, max_tokens=9)
+    assert needed_blocks(drive.scheduler, shorter) == [6, 7, 8, 8, 8, 9, 3, 3, 3]
+    assert drive.scheduler.why_not(shorter) is None
+    assert max(drive.scheduler.admission._profile.used) == 7
+
+
+def test_the_policies_let_in_more_and_more():
+    seen = {}
+    for policy in KvAdmission:
+        drive = build_drive(num_blocks=17, max_num_seqs=16, kv_admission=policy, enable_prefix_caching=False)
+        for number in range(16):
+            drive.add(f"r{number}", prompt=5, max_tokens=4 + 2 * number)
+        drive.run(20)
+        seen[policy] = len(drive.scheduler.running)
+        drive.run_until_idle()
+        assert len(drive.outputs) == 16
+    assert seen == {KvAdmission.MAX_MODEL_LEN: 1, RESERVED: 3, PHASED: 4}
+
+
+def test_a_shared_beginning_counts_once_as_long_as_any_of_its_holders_counts():
+    # 12 usable blocks. The first holds 5 blocks of which 4 are full; those after it hit 4 and need 2 of their own.
+    drive = build_phased(num_blocks=13, max_model_len=48)
+    prompt = [1] * 18
+    drive.add("a", prompt, max_tokens=3)
+    drive.step()
+    second = build_request("b", prompt, max_tokens=6)
+    # While a is there 4 + 1 + 1 blocks; from the third step on 4 + 2.
+    assert needed_blocks(drive.scheduler, second) == [6, 6, 6, 6, 6, 6]
+    drive.scheduler.add_request(second)
+    drive.step()
+    assert drive.scheduler.admission._profile.ends == [2, 5]
+    assert drive.scheduler.admission._profile.used == [6, 6]
+    drive.scheduler.finish_request("b", FinishReason.ABORT)
+    assert (drive.scheduler.admission._profile.ends, drive.scheduler.admission._profile.used) == ([2], [5])
+    drive.scheduler.check_integrity()
+
+
+# ---- phased: three requests that a simpler rule lets in ----
+
+BETWEEN = Setup(3, may_decode_between=True)
+LATE = Setup(2, depth=2)
+
+
+@pytest.mark.parametrize("fault", [None, Fault.NO_DECODES_BETWEEN])
+def test_a_decode_step_between_two_chunks_makes_the_others_larger(fault):
+    world = World(BETWEEN.build())
+    scheduler = world.scheduler
+    if fault is not None:
+        scheduler.admission = ReferenceAdmission(scheduler, fault)
+    world.schedule(Kind(1, 3))
+    world.update()
+    candidate = world.offer(Kind(3, 2))
+    assert needed_blocks(scheduler, candidate) == [3, 3, 4]
+    assert needed_blocks(scheduler, candidate, Fault.NO_DECODES_BETWEEN) == [3, 3, 2]
+    if fault is None:
+        assert "up to 4 blocks may be needed" in str(scheduler.why_not(candidate))
+        return
+    world.schedule(Kind(3, 2))
+    world.update()
+    world.schedule(decode_first=True)
+    world.update()
+    world.schedule()
+    world.update()
+    with pytest.raises(InternalError, match="no block is free; all 3 are held"):
+        world.schedule()
+
+
+@pytest.mark.parametrize("fault", [None, Fault.NO_LATE_STEPS])
+def test_blocks_are_held_until_the_result_of_the_last_step_is_there(fault):
+    world = World(LATE.build())
+    scheduler = world.scheduler
+    if fault is not None:
+        scheduler.admission = ReferenceAdmission(scheduler, fault)
+    world.schedule(Kind(1, 2))
+    candidate = world.offer(Kind(1, 3))
+    assert needed_blocks(scheduler, candidate) == [2, 2, 3, 2]
+    assert needed_blocks(scheduler, candidate, Fault.NO_LATE_STEPS) == [2, 2, 2]
+    if fault is None:
+        assert "up to 3 blocks may be needed" in str(scheduler.why_not(candidate))
+        return
+    world.schedule(Kind(1, 3))
+    world.update()
+    world.schedule()
+    world.update()
+    with pytest.raises(InternalError, match="no block is free; all 2 are held"):
+        world.schedule()
+
+
+def test_a_yes_becomes_a_no_with_the_next_decode_step():
+    world = World(LATE.build())
+    world.schedule(Kind(1, 3))
+    candidate = world.offer(Kind(1, 1))
+    assert world.scheduler.why_not(candidate) is None
+    world.schedule()
+    assert "up to 3 blocks may be needed" in str(world.scheduler.why_not(candidate))
+
+
+def test_a_request_bound_on_a_check_of_the_step_before_is_not_bound():
+    class BindsLate(NeuronAsyncScheduler):
+        """Lets through who was let in by any earlier check."""
+
+        let_in: tuple[str, ...] = ()
+
+        def why_not(self, request):
+            return None if request.req_id in self.let_in else super().why_not(request)
+
+    class Unchecked(AdmissionPolicy):
+        def why_not(self, request, running):
+            return None
+
+    scheduler: Any
+    for admission, message in ((None, "is bound without having been let in"), (Unchecked(), "no block is free")):
+        world = World(LATE.build(BindsLate))
+        scheduler = world.scheduler
+        if admission is not None:
+            scheduler.admission = admission
+        world.schedule(Kind(1, 3))
+        assert scheduler.why_not(world.offer(Kind(1, 1))) is None
+        world.schedule()
+        scheduler.let_in = ("r1",)
+        world.update()
+        scheduler.add_request(world.offer(Kind(1, 1)))
+        with pytest.raises(InternalError, match=message):
+            run_two_steps(world)
+        if admission is None:
+            assert (ids(scheduler.waiting), ids(scheduler.running)) == (["r1"], ["r0"])
+
+
+def run_two_steps(world):
+    for _ in range(2):
+        world.in_flight.append(world.scheduler.schedule())
+        world.update()
+
+
+# ---- phased: what it rests on cannot be broken unseen ----
+
+
+def test_a_decode_step_that_was_not_expected_between_chunks_is_refused():
+    class DecodesBetween(NeuronScheduler):
+        def _is_decode_due(self, prefill, num_computed):
+            return True
+
+    drive = build_phased(DecodesBetween, max_num_batched_tokens=4)
+    drive.add("a", [1])
+    drive.step()
+    drive.add("b", prompt=8)
+    drive.step()
+    with pytest.raises(InternalError, match=r"'b', computed 4 of 8\) is prefilling, and this decode step was not"):
+        drive.scheduler.schedule()
+
+
+def test_under_a_stall_bound_one_decode_step_between_two_chunks_is_expected():
+    drive = build_phased(max_num_batched_tokens=4, max_decode_stall_ms=0)
+    drive.add("a", [1])
+    drive.step()
+    drive.add("b", prompt=8)
+    assert [list(step.num_scheduled_tokens) for step in drive.run(5)] == [["a"], ["b"], ["a"], ["b"], ["b", "a"]]
+
+
+def test_a_second_prefill_is_refused():
+    drive = build_phased(max_num_batched_tokens=4)
+    drive.add("a", prompt=8)
+    drive.step()
+    admission = drive.scheduler.admission
+    with pytest.raises(InternalError, match="asked with 1 requests running; it knows of 0 that decode and 0"):
+        admission.why_not(build_request("b"), drive.scheduler.running)
+    with pytest.raises(InternalError, match=r"'b', computed 0 of 5\) is bound without having been let in"):
+        admission.bind(build_request("b"))
+
+
+def test_who_has_blocks_too_late_after_its_last_token_is_seen():
+    class PromisesTooMuch(NeuronAsyncScheduler):
+        def _new_admission(self):
+            return PhasedAdmission(self.config, self.block_pool, self._hits, num_late_steps=0)
+
+    drive = build_phased(PromisesTooMuch)
+    drive.add("a", [1], max_tokens=2)
+    drive.add("b", [2], max_tokens=8)
+    drive.run(2)
+    drive.schedule()
+    drive.update()
+    with pytest.raises(InternalError, match=r"'a', computed 2 of 2\) still has its blocks"):
+        drive.scheduler.schedule()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda admission, request: admission._profile.used.__setitem__(0, 3), "3 blocks are counted at step 7"),
+        (lambda admission, request: admission._profile.remove(request), "curves are"),
+        (lambda admission, request: setattr(admission, "_now", 3), "curves are"),
+        (lambda admission, request: admission._at_last.update({request: 0}), "at their last token; they should be"),
+        (lambda admission, request: setattr(admission, "_prefilling", request), "are prefilling; admission knows of"),
+        (
+            lambda admission, request: setattr(admission._pool, "num_usable", 2),
+            "block tables say 3; 2 are usable",
+        ),
+    ],
+)
+def test_check_integrity_sees(damage, message):
+    drive = build_phased(enable_prefix_caching=False)
+    request = drive.add("a", max_tokens=8)
+    drive.step()
+    if "3 blocks are counted" in message:
+        drive.add("b", [1], max_tokens=8)
+        drive.step()
+    drive.scheduler.check_integrity()
+    damage(drive.scheduler.admission, request)
+    with pytest.raises(InternalError, match=message):
+        drive.scheduler.admission.check_integrity(drive.scheduler.running)
+
+
+def test_check_integrity_sees_more_reserved_than_may_be_needed():
+    drive = build_drive(kv_admission=RESERVED)
+    drive.add("a")
+    drive.step()
+    assert isinstance(drive.scheduler.admission, ReservedAdmission)
+    drive.scheduler.admission.num_reserved += 1
+    with pytest.raises(InternalError, match="4 blocks are reserved, 3 may be needed, 64 usable"):
+        drive.scheduler.check_integrity()
+
+
+# ---- what a head that is refused costs ----
+
+
+def count_lookups(scheduler):
+    """Blocks that are looked up in the prefix cache from now on."""
+    lookups: list[bytes] = []
+    find = scheduler.prefix_cache.find
+
+    def counted(key):
+        lookups.append(key)
+        return find(key)
+
+    scheduler.prefix_cache.find = counted
+    return lookups
+
+
+class AdmitAll(AdmissionPolicy):
+    def why_not(self, request, running):
+        return None
+
+
+@pytest.mark.parametrize("is_refused_by_policy", [True, False])
+def test_a_head_that_is_refused_is_not_looked_up_again_in_each_step(is_refused_by_policy):
+    drive = build_phased(num_blocks=17, max_model_len=64)
+    if not is_refused_by_policy:
+        drive.scheduler.admission = AdmitAll()
+    drive.add("runs", [1] * 40, max_tokens=24)
+    drive.run(3)
+    drive.add("waits", [1] * 12 + [2] * 28, max_tokens=2)
+    drive.step()
+    lookups = count_lookups(drive.scheduler)
+    drive.run(8)
+    assert ids(drive.scheduler.running) == ["runs"]
+    # Three blocks are hit and the fourth is not there; asked for that one only, in the check of each step.
+    assert len(lookups) == 8
+    assert len(set(lookups)) == 1
