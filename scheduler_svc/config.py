@@ -61,7 +61,7 @@ class SchedulerServiceConfig(ServiceConfig):
         description="fcfs, or priority: lower priorities first, first come, first served within one",
     )
     kv_admission: KvAdmission = pydantic.Field(
-        KvAdmission.MAX_MODEL_LEN,
+        KvAdmission.PHASED,
         description="worst case by which KV memory lets requests in: max_model_len, reserved (their max_tokens) or "
         "phased (its peak over time)",
     )

@@ -24,7 +24,8 @@ def test_the_defaults() -> None:
     assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (10_000, 10_000_000)
     assert (config.default_max_tokens, config.max_request_moves, config.gateway_stall_timeout_s) == (4096, 2, 10)
     assert config.executor_allowed_cidrs == ()
-    assert (config.async_scheduling, config.scheduling_policy.value, config.max_decode_stall_ms) == (True, "fcfs", 1000)
+    assert (config.async_scheduling, config.scheduling_policy.value) == (True, "fcfs")
+    assert (config.kv_admission.value, config.max_decode_stall_ms) == ("phased", 1000)
 
 
 async def test_policies_reach_the_core_of_each_lane(simulate: Callable[..., Simulation]) -> None:
