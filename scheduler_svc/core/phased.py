@@ -53,8 +53,8 @@ class Candidate(NamedTuple):
 class Refusal(NamedTuple):
     """Why the head was refused, and for how long that is sure.
 
-    It stands while nobody comes or leaves early, the hit gets no longer, and the decode step is at most `until`: the
-    step that lacks blocks comes nearer, and what the head holds there gets less.
+    It stands while nobody leaves early, the hit gets no longer, and the decode step is at most `until`: the step that
+    lacks blocks comes nearer, and what the head holds there gets less. Who comes meanwhile makes it lack no fewer.
     """
 
     request: Request
@@ -154,7 +154,7 @@ class PhasedAdmission(AdmissionPolicy):
     # ---- what happens to the running requests ----
 
     def bind(self, request: Request) -> None:
-        let_in, self._let_in, self._refusal = self._let_in, None, None
+        let_in, self._let_in = self._let_in, None
         if let_in is None or let_in.request is not request or self._prefilling is not None:
             raise InternalError(f"{request!r} is bound without having been let in just before")
         self._prefilling = request
@@ -174,7 +174,7 @@ class PhasedAdmission(AdmissionPolicy):
         for block_id in request.block_ids[: request.num_hit_blocks]:
             latest = self._latest_end(block_id)
             if latest is not None:
-                shared_until.append(min(latest, curve.end))
+                shared_until.append(latest)
                 self._latest[block_id] = max(latest, curve.end)
         self._profile.add(request, curve, sorted(shared_until))
         self._by_last.setdefault(curve.last, {})[request] = None
@@ -202,9 +202,10 @@ class PhasedAdmission(AdmissionPolicy):
             self._prefilling = None
         elif request in self._profile.curves:
             self._leave(request)
+            self._refusal = None
         else:
             self._at_last.pop(request, None)
-        self._let_in = self._refusal = None
+        self._let_in = None
 
     def _leave(self, request: Request) -> None:
         """Takes a request out of the profile; it still holds its blocks."""
@@ -220,7 +221,7 @@ class PhasedAdmission(AdmissionPolicy):
                     del latest[block_id]
                     continue
                 latest[block_id] = max(others)
-            shared_until.append(min(latest[block_id], end))
+            shared_until.append(latest[block_id])
         self._profile.remove(request, sorted(shared_until))
         del self._by_last[last][request]
         if not self._by_last[last]:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdback.errors import ConfigError, InternalError
 from holdback.types import FinishReason
@@ -13,7 +15,7 @@ from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.phased import PhasedAdmission
 from tests.core.builders import build_config, build_drive, build_request, ids
 from tests.core.exploring import Kind, Setup, World
-from tests.core.reference import Fault, ReferenceAdmission, needed_blocks
+from tests.core.reference import Fault, ReferenceAdmission, needed_blocks, phased_admits
 
 PHASED, RESERVED = KvAdmission.PHASED, KvAdmission.RESERVED
 
@@ -344,3 +346,35 @@ def test_a_head_that_is_refused_is_not_looked_up_again_in_each_step(is_refused_b
     # Three blocks are hit and the fourth is not there; asked for that one only, in the check of each step.
     assert len(lookups) == 8
     assert len(set(lookups)) == 1
+
+
+lengths = st.tuples(st.integers(1, 24), st.integers(1, 24))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    scheduler_class=st.sampled_from([NeuronScheduler, NeuronAsyncScheduler]),
+    running=st.lists(lengths, min_size=1, max_size=5),
+    head=lengths,
+    num_blocks=st.integers(17, 30),
+    abort_after=st.integers(0, 30),
+)
+def test_a_head_that_waits_is_let_in_by_the_first_step_that_the_rule_allows(
+    scheduler_class, running, head, num_blocks, abort_after
+):
+    drive = build_phased(scheduler_class, num_blocks=num_blocks, max_model_len=64, max_num_seqs=8)
+    for number, (prompt, max_tokens) in enumerate(running):
+        drive.add(f"r{number}", [number] * prompt, max_tokens=max_tokens)
+        drive.run(2)
+    while drive.scheduler.waiting:
+        drive.step()
+    waits = drive.add("waits", [7] * head[0], max_tokens=head[1])
+    for step in range(100):
+        if step == abort_after and drive.scheduler.running and waits.slot is None:
+            drive.scheduler.finish_request(drive.scheduler.running[0].req_id, FinishReason.ABORT)
+        allowed = not drive.scheduler.has_prefill_in_running and phased_admits(drive.scheduler, waits)
+        drive.step()
+        assert allowed == (waits.slot is not None or "waits" in drive.finished)
+        if allowed:
+            return
+    raise AssertionError("it still waits")
