@@ -1,4 +1,4 @@
-"""What one step costs the scheduler, in microseconds, beside vLLM's own scheduler in the same run.
+"""What one step costs the scheduler, in microseconds of a core, beside vLLM's own scheduler in the same run.
 
     python benchmarks/scheduler_step.py [--vllm-python PATH] [--json FILE] [--quick]
 
@@ -99,7 +99,7 @@ def print_rows(table: Table, rows: list[Row]) -> None:
 
 
 async def run(flags: argparse.Namespace, peer: VllmPeer | None) -> dict[str, object]:
-    print(f"microseconds per step, medians of {flags.rounds} times {flags.steps} steps")
+    print(f"microseconds of processor time per step, medians of {flags.rounds} times {flags.steps} steps")
     table = Table("running", "waiting, or refused by", "async", *NAMES, *RATIOS)
     rows: list[Row] = []
     ratios: list[dict[str, object]] = []

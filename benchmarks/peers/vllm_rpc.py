@@ -4,7 +4,7 @@ The job (protocol.py) `{"job": "rpc", "running", "async", "num_steps"}` runs a s
 vllm_scheduler.py) with a worker in a process of its own that only answers. Both messages go through vLLM's
 `MessageQueue`, pickled into shared memory, as its multiprocess executor sends them. The answer has medians:
 `bytes_down` and `bytes_up`, the pickled sizes; `rpc_us`, from handing a step to the queue until its result is out of
-the other; `step_us`, that and `schedule()` and `update_from_output()`.
+the other; `step_us`, that and the processor time of `schedule()` and `update_from_output()`.
 """
 
 import pathlib
