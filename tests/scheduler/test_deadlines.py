@@ -157,3 +157,18 @@ async def test_what_is_measured_counts_and_not_what_was_declared(simulate: Simul
         await settle()
     rate = lane.lane.prefill_rate.tokens_per_us * 1e6
     assert 300 < rate < 400  # and not 16
+
+
+async def test_a_lane_that_drains_does_not_shorten_the_queue(simulate: Simulate) -> None:
+    simulation = simulate()
+    for number in range(2):
+        simulation.add_lane(f"executor-{number}", is_stepped=True, max_num_seqs=1, prefill_us=1_600_000)
+    for handle in range(2):
+        simulation.submit(handle, build_spec(f"r{handle}", [20 + handle]))
+    await settle()
+    simulation.lanes[1].lane.drain("scale-down")
+    simulation.submit(2, build_spec("first", [30] * 40))
+    simulation.submit(3, build_spec("late", [31], deadline_ms=3999))  # 40 tokens at 10 a second
+    simulation.submit(4, build_spec("in time", [32], deadline_ms=4001))
+    assert simulation.read()[3].error_reason == "QUEUE_LONGER_THAN_DEADLINE"
+    assert simulation.answers[4].ended is None

@@ -151,3 +151,11 @@ async def test_starts_and_ends_are_bounded_and_keep_their_order(monkeypatch: pyt
     told = [(len(message.started), len(message.token_ids), len(message.ended)) for message in messages]
     assert told == [(2, 0, 0), (2, 0, 0), (1, 5, 2), (0, 0, 2), (0, 0, 1)]
     assert outbox.take() is None
+
+
+async def test_a_step_of_more_rows_than_a_message_may_have_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_TOKENS_PER_MESSAGE", 1)
+    outbox = Outbox()
+    outbox.tokens([1, 2], [0, 0], [50, 60])
+    outbox.tokens([1], [1], [51])
+    assert [list(take(outbox).token_ids) for _ in range(2)] == [[50, 60], [51]]
