@@ -303,5 +303,7 @@ class NeuronScheduler(Scheduler):
             raise InternalError(f"{request!r} has {len(request.block_ids)} blocks of {self.config.block_size}")
         if not 0 <= request.num_output_placeholders <= len(self._steps):
             raise InternalError(f"{request!r} waits for {request.num_output_placeholders} of {len(self._steps)} steps")
+        if not request.is_prefill and not request.num_steps_left and not request.num_output_placeholders:
+            raise InternalError(f"{request!r} has all its tokens and still has its slot")
         if request.is_prefill and position >= self.max_prefills_per_batch:
             raise InternalError(f"{request!r} prefills at position {position} of running")

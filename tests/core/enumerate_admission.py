@@ -1,12 +1,14 @@
 """Walks all states of all tiny schedulers, and says how many there were.
 
-    python tests/core/enumerate_admission.py [--seconds N] [--part K/N] [--kinds N --seed N] [--jobs N]
+    python tests/core/enumerate_admission.py [--seconds N] [--part K/N] [--sharing yes|no] [--at-once 2|3]
+                                             [--kinds N --seed N] [--max-states N] [--jobs N]
 
 Without options it walks everything: up to 8 blocks of 2 tokens, prompts up to 5 and `max_tokens` up to 6, chunks of 1
 and 2, one and two steps in flight, with and without decode steps between chunks, two and three requests at once, each
 of the three policies. Where nothing is shared, any number of requests may follow each other; with shared prefixes two
 or three arrive in all. That takes hours; `--seconds` begins no further search after that time, `--part 2/8` takes every
-eighth one, and `--kinds 4` lets only four kinds of requests arrive in each, drawn anew for each by `--seed`.
+eighth one, `--max-states` leaves a search after so many, and `--kinds 4` lets only four kinds of requests arrive in
+each, drawn anew for each by `--seed`.
 """
 
 from __future__ import annotations
@@ -59,33 +61,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no search after this time")
     parser.add_argument("--part", default="1/1", help="K/N: only every N-th search, from the K-th on")
+    parser.add_argument("--sharing", choices=("yes", "no"), help="only with, or only without shared prefixes")
+    parser.add_argument("--at-once", type=int, choices=(2, 3), help="only with so many requests at once")
+    parser.add_argument("--max-states", type=int, help="of one search")
     parser.add_argument("--kinds", type=int, help="so many kinds of requests in each search; all if not given")
     parser.add_argument("--seed", type=int, default=0, help="for the choice of kinds")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     part, num_parts = map(int, options.part.split("/"))
     setups = all_setups()
-    chosen = setups[part - 1 :: num_parts]
+    chosen = [setup for setup in setups if _is_chosen(setup, options)][part - 1 :: num_parts]
     deadline = time.monotonic() + options.seconds
     total, num_done = Counts(), 0
     with multiprocessing.Pool(options.jobs) as pool:
-        work = [(setup, options.kinds, options.seed, deadline) for setup in chosen]
+        work = [(setup, options.kinds, options.seed, options.max_states, deadline) for setup in chosen]
         for setup, counts in pool.imap_unordered(_search_in_time, work):
             if counts is None:
                 continue
-            num_done += 1
+            num_done += counts.is_complete and options.kinds is None
             total = total + counts
-            print(f"{counts.states:>9} states {counts.steps:>10} steps {counts.questions:>10} questions  {setup}")
-    print(f"{num_done} of {len(setups)} searches: {total.states} states, {total.steps} steps, ", end="")
-    print(f"{total.questions} questions to three policies; no request lacked a block, nothing stood still")
+            print(
+                f"{counts.states:>9} states {counts.steps:>10} steps {counts.questions:>10} questions "
+                f"{'' if counts.is_complete else '(not all)'} {setup}",
+                flush=True,
+            )
+    print(
+        f"{num_done} of {len(setups)} searches in full; {total.states} states, {total.steps} steps and "
+        f"{total.questions} questions to three policies in all; no request lacked a block, nothing stood still"
+    )
     return 0
 
 
-def _search_in_time(work: tuple[Setup, int | None, int, float]) -> tuple[Setup, Counts | None]:
-    setup, num_kinds, seed, deadline = work
+def _is_chosen(setup: Setup, options: argparse.Namespace) -> bool:
+    is_sharing = {"yes": True, "no": False, None: setup.is_sharing}[options.sharing]
+    return setup.is_sharing == is_sharing and options.at_once in (None, setup.max_num_seqs)
+
+
+def _search_in_time(work: tuple[Setup, int | None, int, int | None, float]) -> tuple[Setup, Counts | None]:
+    setup, num_kinds, seed, max_states, deadline = work
     if time.monotonic() > deadline:
         return setup, None
-    return setup, search(setup, num_kinds, seed)
+    return setup, search(setup, num_kinds, seed, max_states)
 
 
 if __name__ == "__main__":

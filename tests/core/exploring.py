@@ -85,6 +85,10 @@ class Setup:
     def max_model_len(self) -> int:
         return min(self.num_usable // self.model_len_share * BLOCK_SIZE, MAX_PROMPT + MAX_TOKENS)
 
+    @property
+    def is_sharing(self) -> bool:
+        return self.streams != ("own",)
+
     def kinds(self) -> list[Kind]:
         """All that fit: a longer prompt is refused on arrival, and a higher `max_tokens` is cut."""
         lengths = [
@@ -103,7 +107,7 @@ class Setup:
             block_size=BLOCK_SIZE,
             num_blocks=self.num_usable + 1,
             num_batched_tokens_buckets=(self.chunk,),
-            enable_prefix_caching=self.streams != ("own",),
+            enable_prefix_caching=self.is_sharing,
             kv_admission=self.kv_admission,
             max_decode_stall_ms=BOUND_US / 1000 if self.may_decode_between else None,
         )
@@ -243,9 +247,15 @@ class Counts:
     states: int = 0
     steps: int = 0
     questions: int = 0
+    is_complete: bool = True
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(self.states + other.states, self.steps + other.steps, self.questions + other.questions)
+        return Counts(
+            self.states + other.states,
+            self.steps + other.steps,
+            self.questions + other.questions,
+            self.is_complete and other.is_complete,
+        )
 
 
 class Search:
@@ -292,6 +302,7 @@ class Search:
                 self._seen.add(key)
                 path.append((following, self._actions(following), action.name))
         self.counts.states = len(self._seen)
+        self.counts.is_complete = not path
         return self.counts
 
     def _key(self, world: World) -> int:

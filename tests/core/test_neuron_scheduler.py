@@ -296,6 +296,7 @@ def test_max_tokens_is_cut_also_for_a_request_that_no_add_request_saw():
         (lambda scheduler, request: setattr(request, "num_computed_tokens", 9), "has 2 blocks of 4"),
         (lambda scheduler, request: setattr(request, "num_computed_tokens", 8), "waits for 3 of 0 steps"),
         (lambda scheduler, request: request.output_token_ids.extend([1, 1]), "waits for -2 of 0 steps"),
+        (lambda scheduler, request: setattr(request, "max_tokens", 1), "has all its tokens"),
         (lambda scheduler, request: scheduler.holdback_queue.append(build_request("x")), "held back between steps"),
         (lambda scheduler, request: setattr(request, "num_prefill_tokens", 9), "prefills at position 1"),
     ],
