@@ -32,11 +32,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv_admission=st.sampled_from(KvAdmission),
         max_decode_stall_ms=st.sampled_from([None, 0, 0.008, 0.02]),
         remembered=st.integers(0, 4),
+        other=st.integers(0, 4),
     )
-    def start(self, remembered, **sizes):
+    def start(self, remembered, other, **sizes):
         self.drive = build_drive(self.scheduler_class, max_model_len=32, **sizes)
-        # They are asked about after each operation, and one of them first and last: it is the one that is remembered
-        # until the next operation, as the head of a queue is.
+        # Two of these are asked about after each operation, one of them first and last: it is the one that is
+        # remembered until the next operation, as the head of a queue is.
         outputs = list(range(FIRST_OUTPUT, FIRST_OUTPUT + 12))
         self.heads = [
             build_request(f"head{number}", prompt, max_tokens=max_tokens)
@@ -44,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 [([7], 6), ([7] * 20, 11), (PROMPTS[0][:24], 2), (PROMPTS[0][:13], 12), (PROMPTS[0][:2] + outputs, 5)]
             )
         ]
-        self.heads = [self.heads[remembered], *self.heads, self.heads[remembered]]
+        self.heads = [self.heads[remembered], self.heads[other], self.heads[remembered]]
         self.expected = {}
         self.num_requests = 0
 
