@@ -47,8 +47,9 @@ def _share(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copy_list(value: list[Any], memo: dict[int, Any]) -> list[Any]:
+    atoms = _ATOMS
     copied = memo[id(value)] = []
-    copied += [entry if type(entry) in _ATOMS else clone(entry, memo) for entry in value]
+    copied += [entry if type(entry) in atoms else clone(entry, memo) for entry in value]
     return copied
 
 
@@ -76,8 +77,9 @@ def _copy_tuple(value: tuple[Any, ...], memo: dict[int, Any]) -> tuple[Any, ...]
 def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     copied = memo[id(value)] = object.__new__(type(value))
     attributes = copied.__dict__
+    atoms = _ATOMS
     for name, entry in value.__dict__.items():
-        attributes[name] = entry if type(entry) in _ATOMS else clone(entry, memo)
+        attributes[name] = entry if type(entry) in atoms else clone(entry, memo)
     return copied
 
 

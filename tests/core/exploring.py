@@ -295,27 +295,24 @@ class Search:
                 path.pop()
                 continue
             action = actions.pop()
-            names = [*(name for *_, name in path[1:]), action.name]
-            following = self._go_on(clone(world, {}) if actions else world, action, names)
-            key = self._key(following)
-            if key not in self._seen:
-                self._seen.add(key)
-                path.append((following, self._actions(following), action.name))
+            following = clone(world, {}) if actions else world
+            try:
+                action.apply(following)
+                self.counts.steps += 1
+                key = self._key(following)
+                if key not in self._seen:
+                    self._seen.add(key)
+                    following.scheduler.check_integrity()
+                    path.append((following, self._actions(following), action.name))
+            except Exception as error:
+                names = [*(name for *_, name in path[1:]), action.name]
+                raise FlawError(f"{self.setup}: {', '.join(names)}: {error}") from error
         self.counts.states = len(self._seen)
         self.counts.is_complete = not path
         return self.counts
 
     def _key(self, world: World) -> int:
         return hash((world.key(), self.setup.max_requests and world.num_requests))
-
-    def _go_on(self, world: World, action: Action, names: Sequence[str]) -> World:
-        self.counts.steps += 1
-        try:
-            action.apply(world)
-            world.scheduler.check_integrity()
-        except Exception as error:
-            raise FlawError(f"{self.setup}: {', '.join(names)}: {error}") from error
-        return world
 
     def _actions(self, world: World) -> list[Action]:
         scheduler = world.scheduler
@@ -348,15 +345,15 @@ class Search:
                 self._compare(scheduler, request, is_let_in)
         let_in = [self._asked[request] for request, is_let_in in answers[-len(self._asked) :] if is_let_in]
         if not scheduler.running and len(let_in) < len(self._asked):
-            raise FlawError(f"{self.setup}: an empty lane lets in {let_in} and nobody else")
+            raise FlawError(f"an empty lane lets in {let_in} and nobody else")
         return let_in
 
     def _compare(self, scheduler: NeuronScheduler, request: Request, is_let_in: bool) -> None:
         by_policy = {policy: rule(scheduler, request) for policy, rule in RULES.items()}
         if [*by_policy.values()] != sorted(by_policy.values()):
-            raise FlawError(f"{self.setup}: {by_policy} for {self._asked[request]} beside {scheduler.running}")
+            raise FlawError(f"{by_policy} for {self._asked[request]}")
         if is_let_in != by_policy[self.setup.kv_admission]:
-            raise FlawError(f"{self.setup}: {is_let_in}, but {by_policy} for {self._asked[request]}")
+            raise FlawError(f"let in: {is_let_in}, but {by_policy} for {self._asked[request]}")
 
 
 class Action(NamedTuple):
