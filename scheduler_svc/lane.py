@@ -118,6 +118,8 @@ class Lane:
         self._oldest_is_to_blame = False
         self._is_checked = False
         self._next_check_at = 0.0
+        self._asked: tuple[Request, str | None] | None = None
+        self._estimated: tuple[Request, int] | None = None
 
     @property
     def load(self) -> float:
@@ -178,12 +180,29 @@ class Lane:
 
     def finish(self, req_id: str, reason: FinishReason) -> None:
         """Ends a request from outside: slot and blocks are free with the next `schedule()`."""
+        self._core_changes()
         self.core.finish_request(req_id, reason)
         self._wakeup.set()
 
+    def why_not(self, request: Request) -> str | None:
+        """Why the core does not take a waiting request now; None when it does.
+
+        All lanes are asked whenever one may take the head, and the answer of most has not changed since.
+        """
+        if self._asked is None or self._asked[0] is not request:
+            self._asked = request, self.core.why_not(request)
+        return self._asked[1]
+
     def uncached_prefill_us(self, request: Request) -> int:
         """Expected time to prefill a request here, what is cached here left out."""
-        return self.latencies.prefill_us(request.num_prefill_tokens, self.core.num_hit_tokens(request))
+        if self._estimated is None or self._estimated[0] is not request:
+            num_hit_tokens = self.core.num_hit_tokens(request)
+            self._estimated = request, self.latencies.prefill_us(request.num_prefill_tokens, num_hit_tokens)
+        return self._estimated[1]
+
+    def _core_changes(self) -> None:
+        """What was asked of the core holds no longer."""
+        self._asked = self._estimated = None
 
     async def run(self) -> None:
         """Returns when drained; otherwise ends with what went wrong."""
@@ -221,6 +240,7 @@ class Lane:
         while self._received:
             output = self._received.popleft()
             step = self._check_output(output)
+            self._core_changes()
             update = self.core.update_from_output(step.output, output)
             self._in_flight.popleft()
             self._last_output_at = self._clock.now()
@@ -261,6 +281,7 @@ class Lane:
     def _schedule(self) -> StepInFlight | None:
         """The next step, noted as in flight; None when there is nothing to send."""
         self._owner.offer(self)
+        self._core_changes()
         output = self.core.schedule()
         self.queue.is_offered = False
         if output.scheduled_new_reqs:

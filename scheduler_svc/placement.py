@@ -76,7 +76,7 @@ class Placement:
             self._has_used_up_moves(self._submissions[request.req_id]) for request in lane.core.running
         ):
             return "another request there has also used up max_request_moves"
-        return lane.core.why_not(submission.core_request)
+        return lane.why_not(submission.core_request)
 
     def _has_used_up_moves(self, submission: Submission) -> bool:
         return submission.num_moves > 0 and submission.num_moves >= self._max_moves

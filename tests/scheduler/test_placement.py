@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdback.errors import UnavailableError
 from scheduler_svc.core.config import SchedulingPolicy
+from scheduler_svc.core.request import Request
 from scheduler_svc.global_queue import GlobalQueue
 from scheduler_svc.requests import Session, Submission, request_id_of
 from tests.scheduler.parts import Simulation, build_spec, prompt_of, settle
@@ -162,3 +163,36 @@ async def test_where_all_that_accept_are_late_the_head_waits_for_the_best_of_the
     assert simulation.dispatcher.num_waiting == 1
     await asyncio.gather(*(lane.step() for lane in lanes))
     assert simulation.dispatcher.num_waiting == 0
+
+
+async def test_a_lane_is_asked_again_only_when_something_happened_there(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(async_scheduling=False)
+    steps, stands = (simulation.add_lane(name, is_stepped=True, max_num_seqs=2) for name in ("steps", "stands"))
+    asked = Counter[str]()
+    for lane in (steps, stands):
+        why_not, name = lane.lane.core.why_not, lane.lane.info.executor_id
+
+        def count(request: Request, name: str = name, why_not: Callable[..., str | None] = why_not) -> str | None:
+            asked[name] += 1
+            return why_not(request)
+
+        monkeypatch.setattr(lane.lane.core, "why_not", count)
+    for handle in range(4):
+        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle), max_tokens=30))
+        await settle()
+        for lane in (steps, stands):
+            if lane.unanswered:
+                await lane.step()
+    simulation.submit(4, build_spec("waits", prompt_of(4)))
+    await settle()
+    before = asked.copy()
+    for _ in range(20):
+        await steps.step()
+    assert (asked - before)["steps"] >= 20
+    assert (asked - before)["stands"] == 0
+    simulation.dispatcher.abort(simulation.session, "r1", 0)  # it ran on `stands`
+    await settle()
+    await stands.step()
+    assert simulation.read()[4].started[0].executor_id == "stands"
