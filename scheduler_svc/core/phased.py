@@ -64,8 +64,10 @@ class Refusal(NamedTuple):
 
 
 class PhasedAdmission(AdmissionPolicy):
-    """The peak over time of the worst cases fits the pool. Asked anew it costs what the running requests are many;
-    asked again for the same head it costs next to nothing.
+    """The peak over time of the worst cases fits the pool.
+
+    A first answer costs as much as there are requests running; asked again for a head that it has refused it costs next
+    to nothing.
     """
 
     def __init__(
@@ -75,16 +77,15 @@ class PhasedAdmission(AdmissionPolicy):
         self._pool = pool
         self._hits = hits
         self._num_late_steps = num_late_steps
+        # Decode steps so far.
         self._now = 0
-        """Decode steps so far."""
+        # Requests that decode and are not at their last token; and by the decode step that computes it.
         self._profile = Profile(config.block_size)
-        """Requests that decode and are not at their last token."""
         self._by_last: dict[int, dict[Request, None]] = {}
-        """The same, by the decode step that computes their last token."""
+        # Requests that only wait for their last token, with the decode step at which it was scheduled.
         self._at_last: dict[Request, int] = {}
-        """Requests that only wait for their last token, with the decode step at which it was scheduled."""
+        # Of blocks that several requests of the profile hold or held: the last end among those that do.
         self._latest: dict[int, int] = {}
-        """Of blocks that several requests of the profile hold or held: the last end among its holders there."""
         self._prefilling: Request | None = None
         self._num_decodes_left = 0
         self._let_in: Candidate | None = None
@@ -103,7 +104,7 @@ class PhasedAdmission(AdmissionPolicy):
             return refusal.reason
         if self._prefilling is not None or len(running) != len(self._profile.curves) + len(self._at_last):
             known = f"{len(self._profile.curves)} that decode and {len(self._at_last)} at their last token"
-            raise InternalError(f"admission is asked with {len(running)} requests running; it knows of {known}")
+            return f"{len(running)} requests run; admission knows of {known}"
         candidate = self._candidate(request)
         ends = map(self._latest_end, candidate.hit.block_ids)
         shared_until = sorted(end for end in ends if end is not None)
