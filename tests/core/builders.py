@@ -12,6 +12,7 @@ from typing import Any
 
 from holdback.types import FinishReason, ModelRunnerOutput, Phase, RequestSpec, SamplingParams, SchedulerOutput
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
+from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.output import RequestUpdate
 from scheduler_svc.core.request import Request
@@ -199,6 +200,11 @@ def build_drive(
     **changes: Any,
 ) -> Drive:
     return Drive(scheduler_class(build_config(**changes), expected_time=one_us_per_token), planned)
+
+
+def build_phased(scheduler_class: type[NeuronScheduler] = NeuronScheduler, **changes: Any) -> Drive:
+    """A drive that lets requests in by their peak over time."""
+    return build_drive(scheduler_class, kv_admission=KvAdmission.PHASED, **changes)
 
 
 def one_us_per_token(phase: Phase, size: int, context: int) -> int:

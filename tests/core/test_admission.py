@@ -13,14 +13,10 @@ from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.phased import PhasedAdmission
-from tests.core.builders import build_config, build_drive, build_request, ids
+from tests.core.builders import build_config, build_drive, build_phased, build_request, ids
 from tests.core.reference import needed_blocks, phased_admits
 
 PHASED, RESERVED = KvAdmission.PHASED, KvAdmission.RESERVED
-
-
-def build_phased(scheduler_class=NeuronScheduler, **changes):
-    return build_drive(scheduler_class, kv_admission=PHASED, **changes)
 
 
 @pytest.mark.parametrize(

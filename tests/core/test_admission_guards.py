@@ -10,13 +10,9 @@ from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.phased import PhasedAdmission
-from tests.core.builders import build_drive, build_request, ids
+from tests.core.builders import build_drive, build_phased, build_request, ids
 from tests.core.exploring import Kind, Setup, World
 from tests.core.reference import Fault, ReferenceAdmission, needed_blocks
-
-
-def build_phased(scheduler_class=NeuronScheduler, **changes):
-    return build_drive(scheduler_class, kv_admission=KvAdmission.PHASED, **changes)
 
 
 # ---- three requests that a simpler rule lets in ----
