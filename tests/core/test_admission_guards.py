@@ -14,7 +14,6 @@ from tests.core.builders import build_drive, build_phased, build_request, ids
 from tests.core.exploring import Kind, Setup, World
 from tests.core.reference import Fault, ReferenceAdmission, needed_blocks
 
-
 # ---- three requests that a simpler rule lets in ----
 
 BETWEEN = Setup(3, may_decode_between=True)
