@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import logging
 import queue
 import secrets
 import sys
@@ -42,6 +41,7 @@ from holdback.v1 import executor_pb2, executor_pb2_grpc, scheduler_pb2, schedule
 
 Records = list[tuple[int, int]]
 MIN_PREFILL_BUCKET = 128
+STOP_GRACE_S = 2.0
 
 
 class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
@@ -54,9 +54,13 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._latency_ns = {Phase.PREFILL: flags.prefill_us * 1000, Phase.DECODE: flags.decode_us * 1000}
         self._server = rpc.create_server()
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server)
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stop.set()
 
     async def run(self) -> None:
-        """Serves for as long as the scheduler keeps the registration."""
+        """Serves until `stop`. Raises what ended the registration before that."""
         port = rpc.bind(self._server, "127.0.0.1", 0)
         await self._server.start()
         info = executor_info(
@@ -68,23 +72,24 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             decode_us=self._flags.decode_us,
             prefill_us=self._flags.prefill_us,
         )
-        try:
-            await self._register(codec.encode_executor_info(info))
-        finally:
-            await self._server.stop(None)
+        registered = asyncio.create_task(self._register(codec.encode_executor_info(info)))
+        await first_of(registered, asyncio.create_task(self._stop.wait()))
+        await self._server.stop(STOP_GRACE_S)
 
     async def _register(self, info: scheduler_pb2.ExecutorInfo) -> None:
         async with rpc.create_channel(self._flags.scheduler) as channel:
             call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Register()
             await call.write(scheduler_pb2.RegisterRequest(executor=info))
             response: Any = await call.read()
-            beats = asyncio.create_task(self._send_heartbeats(call, response.accepted.heartbeat_interval_ms / 1000))
-            try:
-                while await call.read() is not grpc.aio.EOF:
-                    """The scheduler's heartbeats."""
-            finally:
-                beats.cancel()
-                await asyncio.gather(beats, return_exceptions=True)
+            interval_s = response.accepted.heartbeat_interval_ms / 1000
+            beats = asyncio.create_task(self._send_heartbeats(call, interval_s))
+            await first_of(beats, asyncio.create_task(self._read_heartbeats(call)))
+        raise RuntimeError(f"the scheduler ended the registration of {self._id}")
+
+    @staticmethod
+    async def _read_heartbeats(call: Any) -> None:
+        while await call.read() is not grpc.aio.EOF:
+            """They only say that the scheduler lives."""
 
     @staticmethod
     async def _send_heartbeats(call: Any, interval_s: float) -> None:
@@ -100,12 +105,15 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         await context.write(executor_pb2.ExecuteResponse(accepted=accepted))
         done: asyncio.Queue[executor_pb2.ExecuteResponse] = asyncio.Queue()
         device = _Timeline(done.put_nowait)
-        writing = asyncio.create_task(self._write(context, done))
+        stopped = asyncio.create_task(self._stop.wait())
         try:
-            await self._read(context, device)
+            await first_of(
+                asyncio.create_task(self._read(context, device)),
+                asyncio.create_task(self._write(context, done)),
+                stopped,
+            )
         finally:
             device.stop()
-            writing.cancel()
 
     async def _read(self, context: Any, device: _Timeline) -> None:
         answerer = Answerer()
@@ -122,6 +130,18 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def _write(context: Any, done: asyncio.Queue[executor_pb2.ExecuteResponse]) -> None:
         while True:
             await context.write(await done.get())
+
+
+async def first_of(*tasks: asyncio.Task[Any]) -> None:
+    """Waits for the first to end and cancels the others. Raises what it ended with."""
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 class _Timeline:
@@ -168,7 +188,11 @@ class RealExecutor:
         self._process = ExecutorProcess(ExecutorConfig.model_validate(settings), self._create)
 
     async def run(self) -> None:
+        """Serves until `stop`."""
         await self._process.run()
+
+    def stop(self) -> None:
+        self._process.stop()
 
     def _create(self, config: ExecutorConfig) -> Device:
         device = create_simulated_device(config)
@@ -198,12 +222,9 @@ async def run(flags: argparse.Namespace) -> None:
     threading.Thread(target=answer_requests, args=(records, finish), daemon=True).start()
     end = asyncio.create_task(asked_to_end.wait())
     await asyncio.wait({*tasks, end}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (*tasks, end):
-        task.cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    failures = [result for result in results if isinstance(result, Exception)]
-    if failures:
-        raise failures[0]
+    for executor in executors:
+        executor.stop()
+    await asyncio.gather(*tasks, end)
 
 
 def main() -> None:
@@ -217,7 +238,6 @@ def main() -> None:
     parser.add_argument("--prefill-us", type=int, required=True)
     flags = parser.parse_args()
     configure_logging("executors", "error")
-    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)  # streams that are cut at the end are no news
     asyncio.run(run(flags))
 
 

@@ -29,6 +29,7 @@ from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 EXECUTORS = pathlib.Path(__file__).parent / "executors.py"
 START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
 RECORDS_LIMIT_BYTES = 2**28
 
 
@@ -185,7 +186,12 @@ async def _start_host(stack: contextlib.AsyncExitStack, *flags: str) -> asyncio.
     async def stop() -> None:
         assert host.stdin is not None
         host.stdin.close()
-        await host.wait()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await host.wait()
+        except TimeoutError:
+            host.kill()
+            await host.wait()
 
     stack.push_async_callback(stop)
     return host
