@@ -22,14 +22,16 @@ def parser_of(description: str | None, *, has_peer: bool = True) -> argparse.Arg
 
 
 class Table:
-    """Prints each row as soon as it is there. Cells are right-aligned; None is `-`."""
+    """Prints each row as soon as it is there, as Markdown. Cells are right-aligned; None is `-`."""
 
     def __init__(self, *columns: str) -> None:
-        self._widths = [max(8, len(column)) + 2 for column in columns]
+        self._widths = [max(7, len(column)) for column in columns]
         self.row(*columns)
+        print("|" + "|".join("-" * (width + 1) + ":" for width in self._widths) + "|", flush=True)
 
     def row(self, *cells: Cell) -> None:
-        print("".join(f"{_text(cell):>{width}}" for cell, width in zip(cells, self._widths, strict=True)), flush=True)
+        texts = [f"{_text(cell):>{width}}" for cell, width in zip(cells, self._widths, strict=True)]
+        print("| " + " | ".join(texts) + " |", flush=True)
 
 
 def _text(cell: Cell) -> str:
