@@ -72,6 +72,15 @@ def test_many_executors_are_driven_by_one_scheduler(tmp_path: pathlib.Path):
     assert 0 <= row["idle_pct"] < 100
 
 
+def test_each_rule_of_admission_runs_more_streams_than_the_one_before(tmp_path: pathlib.Path):
+    result = run_quick("admission.py", tmp_path)
+
+    assert [row["kv_admission"] for row in result["rows"]] == ["max_model_len", "reserved", "phased"] * 2
+    ratios = result["ratios"]
+    assert ratios["fixed: streams, reserved / max_model_len"] >= 40
+    assert ratios["mixed: streams, phased / reserved"] >= 1.3
+
+
 def test_idle_time_runs_from_the_end_of_a_step_to_the_next_arrival(monkeypatch: pytest.MonkeyPatch):
     """Steps of 10 ns. The third arrives while the second runs, so it ends at 30; the fourth comes 5 ns later."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
