@@ -179,6 +179,25 @@ def test_a_hit_that_is_held_counts_as_there_and_one_that_is_free_as_taken():
     assert not scheduler.can_schedule(build_request("hits-5-free-of-11", prompt=44))
 
 
+def test_a_hit_that_somebody_holds_since_the_last_look_counts_as_there():
+    drive = build_drive(num_blocks=17)
+    scheduler = drive.scheduler
+    scheduler.admission = AdmitAll()
+    drive.add("leaves-a-prefix", prompt=13, max_tokens=1)
+    drive.step()
+    for req_id, prompt in (("eight", [1] * 32), ("two", [2] * 8)):
+        drive.add(req_id, prompt)
+        drive.step()
+    head = build_request("head", prompt=28)
+    # 3 of its 7 blocks are cached, and 6 are free with those.
+    assert scheduler.why_not(head) == "the prompt needs 7 more blocks; 6 of 16 are free"
+    drive.add("holds-the-prefix", prompt=13)
+    drive.step()
+    assert scheduler.why_not(head) == "the prompt needs 4 more blocks; 2 of 16 are free"
+    scheduler.finish_request("two", FinishReason.ABORT)
+    assert scheduler.why_not(head) is None
+
+
 # ---- the holdback queue ----
 
 
