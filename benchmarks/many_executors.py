@@ -1,6 +1,6 @@
 """How many executors one scheduler process drives before their devices stand idle.
 
-    python benchmarks/many_executors.py [--json FILE] [--quick] [--executors 1,4,8,16,24,32,48]
+    python benchmarks/many_executors.py [--json FILE] [--quick] [--executors 1,4,8,16,24,32,40,48]
 
 As device_idle.py, asynchronous, with stub executors that share processes: 64 streams each, steps of 25 ms, one gateway.
 It breaks, and ends, at the first number of executors whose devices are idle for more than `--limit-pct` of the time:
@@ -72,7 +72,7 @@ async def run(flags: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = parser_of(__doc__, has_peer=False)
-    parser.add_argument("--executors", type=parse_numbers, default=[1, 4, 8, 16, 24, 32, 48], metavar="N,N")
+    parser.add_argument("--executors", type=parse_numbers, default=[1, 4, 8, 16, 24, 32, 40, 48], metavar="N,N")
     parser.add_argument("--streams", type=int, default=64, help="of each executor")
     parser.add_argument("--step-ms", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each window")
