@@ -232,9 +232,10 @@ class EngineClient:
         submission.was_sent = True
         submission.handle = next(self._handles)
         self._by_handle[submission.handle] = submission
-        add = scheduler_pb2.AddRequest(
-            handle=submission.handle, spec=codec.encode_spec(spec), is_resubmission=is_resubmission
-        )
+        add = scheduler_pb2.AddRequest(handle=submission.handle, spec=codec.encode_spec(spec))
+        if is_resubmission:
+            add.resubmission.has_started = submission.has_started
+            add.resubmission.age_ms = round(submission.age_s * 1000)
         self._put(scheduler_pb2.ConnectRequest(add=add))
 
     def _on_updates(self, updates: scheduler_pb2.RequestUpdates) -> None:

@@ -101,6 +101,7 @@ class Submission:
     handle: int | None = None
     num_cached_tokens: int | None = None
     ended: Ended | None = None
+    _submitted_at: float = field(init=False)
     _num_taken: int = field(init=False)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _deadline: float | None = field(init=False)
@@ -108,7 +109,7 @@ class Submission:
     _waits_since: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        now = self.clock()
+        now = self._submitted_at = self.clock()
         self.output_token_ids = list(self.spec.output_token_ids)
         self.generation = self.spec.generation
         self._num_taken = len(self.output_token_ids)
@@ -120,6 +121,11 @@ class Submission:
     def has_started(self) -> bool:
         """It ran on some executor."""
         return self.num_cached_tokens is not None or bool(self.output_token_ids)
+
+    @property
+    def age_s(self) -> float:
+        """Since it was first submitted."""
+        return self.clock() - self._submitted_at
 
     @property
     def num_resumed(self) -> int:

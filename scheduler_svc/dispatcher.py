@@ -39,7 +39,7 @@ from scheduler_svc.lane import Lane
 from scheduler_svc.limits import check_room, check_sizes, check_wait, expected_wait_s
 from scheduler_svc.placement import Placement
 from scheduler_svc.pool import Pool
-from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Session, Submission, log_end, make_req_id
+from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Resubmission, Session, Submission, log_end, make_req_id
 from scheduler_svc.steps import StepTotals
 
 log = structlog.get_logger(__name__)
@@ -117,8 +117,12 @@ class Dispatcher:
 
     # ---- gateways ----
 
-    def submit(self, session: Session, handle: int, spec: RequestSpec, *, is_resubmission: bool = False) -> None:
+    def submit(
+        self, session: Session, handle: int, spec: RequestSpec, resubmission: Resubmission | None = None
+    ) -> None:
         """Takes a request, or ends its handle with the reason why not. Never raises for a bad request.
+
+        One that was submitted before, on a stream that is lost, is exempt from the limits of the queue.
 
         A handle names one request. Used twice it names none, so the one that has it ends, and the new one with it.
         """
@@ -133,14 +137,14 @@ class Dispatcher:
             check_request(spec, self._pool.model or ANY_MODEL)
             self._pool.check_serves()
             self._deadlines.check()
-            if not is_resubmission:
+            if resubmission is None:
                 self._check_queue(spec)
         except HoldbackError as error:
             self.refuse(session, handle, spec.request_id, Usage(prompt_tokens=len(spec.prompt_token_ids)), error)
             return
         if replaced is not None:
             self._end(replaced, FinishReason.ABORT, error=_replaced(spec))
-        self._add(session, handle, spec, is_resubmission)
+        self._add(session, handle, spec, resubmission)
 
     def refuse(self, session: Session, handle: int, request_id: str, usage: Usage, error: HoldbackError) -> None:
         """Ends the handle of a request that was not taken."""
@@ -172,7 +176,7 @@ class Dispatcher:
         if spec.deadline_ms is not None:
             check_wait(self.lanes, self.queue.num_tokens_ahead(spec.priority), spec.deadline_ms)
 
-    def _add(self, session: Session, handle: int, spec: RequestSpec, has_started: bool) -> None:
+    def _add(self, session: Session, handle: int, spec: RequestSpec, resubmission: Resubmission | None) -> None:
         number, now = self._num_submissions, self._clock.now()
         self._num_submissions += 1
         submission = Submission(
@@ -182,7 +186,8 @@ class Dispatcher:
             handle=handle,
             spec=spec,
             arrived_at=now,
-            has_started=has_started,
+            first_arrived_at=now if resubmission is None else now - resubmission.age_s,
+            has_started=resubmission is not None and resubmission.has_started,
             queued_since=now,
             queued_s=spec.queued_ms / 1000,
         )

@@ -19,7 +19,7 @@ from holdback.v1 import scheduler_pb2
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.pool import Pool
-from scheduler_svc.requests import Session
+from scheduler_svc.requests import Resubmission, Session
 from scheduler_svc.streams import check_protocol, protocol_version, race, read, write
 
 log = structlog.get_logger(__name__)
@@ -155,7 +155,7 @@ class _Stream:
         except HoldbackError as error:
             self._dispatcher.refuse(self._session, add.handle, add.spec.request_id, Usage(), error)
             return
-        self._dispatcher.submit(self._session, add.handle, spec, is_resubmission=add.is_resubmission)
+        self._dispatcher.submit(self._session, add.handle, spec, _decode_resubmission(add))
 
     async def _write_updates(self) -> None:
         outbox, timeout_s = self._session.outbox, self._config.gateway_stall_timeout_s
@@ -169,3 +169,9 @@ class _Stream:
                     raise UnavailableError(
                         f"the gateway left its stream unread for gateway_stall_timeout_s, {timeout_s:g} s"
                     ) from None
+
+
+def _decode_resubmission(add: scheduler_pb2.AddRequest) -> Resubmission | None:
+    if not add.HasField("resubmission"):
+        return None
+    return Resubmission(add.resubmission.has_started, add.resubmission.age_ms / 1000)

@@ -48,7 +48,7 @@ class GlobalQueue:
     def add(self, submission: Submission) -> None:
         """Puts in a new arrival, or one that lost its lane; where it stands follows from what it is."""
         priority = self._priority_of(submission)
-        key = (priority, int(not submission.has_started), submission.number)
+        key = (priority, int(not submission.has_started), submission.first_arrived_at, submission.number)
         self._queue.push(submission.req_id, key, submission)
         self._count(priority, submission.num_prefill_tokens)
 

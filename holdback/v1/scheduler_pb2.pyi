@@ -501,29 +501,57 @@ class AddRequest(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
-    IS_RESUBMISSION_FIELD_NUMBER: _builtins.int
+    RESUBMISSION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Names the request on this stream in every update; chosen by the gateway, never used twice on a stream."""
-    is_resubmission: _builtins.bool
-    """The request had started before the scheduler was lost: it is exempt from queue limits and goes in front."""
     @_builtins.property
     def spec(self) -> _types_pb2.RequestSpec:
         """The request. `spec.request_id` with the gateway's session and `spec.generation` identifies it for aborts."""
+
+    @_builtins.property
+    def resubmission(self) -> Global___Resubmission:
+        """Only of a request that was submitted before, on a stream that is lost: it is exempt from queue limits."""
 
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         spec: _types_pb2.RequestSpec | None = ...,
-        is_resubmission: _builtins.bool = ...,
+        resubmission: Global___Resubmission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resubmission", b"resubmission", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "is_resubmission", b"is_resubmission", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "resubmission", b"resubmission", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AddRequest: _TypeAlias = AddRequest  # noqa: Y015
+
+@_typing.final
+class Resubmission(_message.Message):
+    """Where a request that was submitted before belongs in the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_STARTED_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    has_started: _builtins.bool
+    """It ran on an executor: it goes in front of those of its priority that only waited."""
+    age_ms: _builtins.int
+    """Milliseconds since it was first submitted, by which those of several gateways keep their order."""
+    def __init__(
+        self,
+        *,
+        has_started: _builtins.bool = ...,
+        age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "has_started", b"has_started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resubmission: _TypeAlias = Resubmission  # noqa: Y015
 
 @_typing.final
 class AbortSubmission(_message.Message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -84,6 +84,9 @@ class StepUpdate(Sequence[RequestUpdate]):
 
     def __getitem__(self, index: int | slice) -> RequestUpdate | list[RequestUpdate]:
         return self._unpack()[index]
+
+    def __iter__(self) -> Iterator[RequestUpdate]:
+        return iter(self._unpack())  # that of Sequence would unpack all rows once for each
 
     def _unpack(self) -> list[RequestUpdate]:
         """Failed ones first, then in schedule order."""

@@ -17,6 +17,7 @@ from scheduler_svc.core.config import SchedulingPolicy
 from scheduler_svc.core.request import Request
 
 Item = TypeVar("Item")
+Key = tuple[float, ...]
 
 
 class WaitingQueue(Protocol):
@@ -95,8 +96,8 @@ class KeyedQueue(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        self._items: dict[str, tuple[tuple[int, ...], Item]] = {}
-        self._heap: list[tuple[tuple[int, ...], str]] = []
+        self._items: dict[str, tuple[Key, Item]] = {}
+        self._heap: list[tuple[Key, str]] = []
 
     def __len__(self) -> int:
         return len(self._items)
@@ -108,7 +109,7 @@ class KeyedQueue(Generic[Item]):
     def __contains__(self, item_id: object) -> bool:
         return item_id in self._items
 
-    def push(self, item_id: str, key: tuple[int, ...], item: Item) -> None:
+    def push(self, item_id: str, key: Key, item: Item) -> None:
         """Puts an item in. Keys are of one length, and no two are equal.
 
         Raises:
@@ -148,7 +149,7 @@ class KeyedQueue(Generic[Item]):
         while heap and not self._is_in(heap[0]):
             heapq.heappop(heap)
 
-    def _is_in(self, place: tuple[tuple[int, ...], str]) -> bool:
+    def _is_in(self, place: tuple[Key, str]) -> bool:
         """Whether a place is that of an item; one of the same id may have come back with another key."""
         key, item_id = place
         entry = self._items.get(item_id)

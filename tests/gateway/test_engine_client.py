@@ -95,7 +95,7 @@ async def test_a_lost_scheduler_costs_no_token_and_doubles_none(
     await scheduler.stop()
     await scheduler.start(scheduler.port)
     again = await scheduler.next_add()
-    assert again.is_resubmission
+    assert again.resubmission.has_started
     assert (again.spec.request_id, again.spec.generation) == ("r", 1)
     assert list(again.spec.output_token_ids) == [10, 11]
     assert (again.spec.cache_salt, again.spec.priority, again.spec.sampling.max_tokens) == ("salt", 3, 50)
@@ -119,7 +119,7 @@ async def test_what_had_started_is_submitted_again_first(engine: EngineClient, s
     scheduler.break_stream()
     again = [await scheduler.next_add() for _ in range(3)]
     assert [add.spec.request_id for add in again] == ["runs", "waits", "came late"]
-    assert [add.is_resubmission for add in again] == [True, True, True]
+    assert [add.resubmission.has_started for add in again] == [True, False, False]
 
 
 async def test_a_request_that_no_scheduler_has_seen_is_no_resubmission(scheduler: ScriptedScheduler) -> None:
@@ -129,7 +129,7 @@ async def test_a_request_that_no_scheduler_has_seen_is_no_resubmission(scheduler
     engine.submit(spec(), MODEL)
     await scheduler.start(scheduler.port)
     add = await scheduler.next_add()
-    assert (add.spec.generation, add.is_resubmission) == (0, False)
+    assert (add.spec.generation, add.HasField("resubmission")) == (0, False)
     await engine.close()
 
 

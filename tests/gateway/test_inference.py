@@ -65,7 +65,7 @@ async def test_a_complete_answer_has_text_tokens_reason_seed_and_usage(
     assert answer.usage == Usage(num_prompt_tokens, 5, 0)
     add = await scheduler.next_add()
     assert list(add.spec.prompt_token_ids) == tokenizer.encode("Hello world").ids
-    assert (add.spec.request_id, add.spec.generation, add.is_resubmission) == (answer.request_id, 0, False)
+    assert (add.spec.request_id, add.spec.generation, add.HasField("resubmission")) == (answer.request_id, 0, False)
     assert (add.spec.sampling.seed, add.spec.sampling.max_tokens, add.spec.sampling.temperature) == (7, 16, 1.0)
 
 
@@ -262,7 +262,7 @@ async def test_an_answer_resumes_after_the_outputs_that_the_client_has(
     pending = asyncio.create_task(collect(stream))
     add = await scheduler.next_add()
     assert list(add.spec.output_token_ids) == received
-    assert (add.spec.sampling.seed, add.is_resubmission) == (3, False)
+    assert (add.spec.sampling.seed, add.HasField("resubmission")) == (3, False)
     scheduler.tokens(add.handle, len(received), [*emoji[2:], EOS])
     pieces = await pending
     assert text_of(pieces) == "fo\U0001f600"

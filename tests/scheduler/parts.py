@@ -30,7 +30,7 @@ from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.lane import Lane
 from scheduler_svc.outbox import Outbox
 from scheduler_svc.pool import Pool
-from scheduler_svc.requests import Session
+from scheduler_svc.requests import Resubmission, Session
 
 EOS = 2
 VOCAB_SIZE = 128
@@ -349,9 +349,9 @@ class Simulation:
         """Other settings, for lanes that are added from now on."""
         self.config = self.config.model_copy(update=settings)
 
-    def submit(self, handle: int, spec: RequestSpec, *, is_resubmission: bool = False) -> None:
+    def submit(self, handle: int, spec: RequestSpec, resubmission: Resubmission | None = None) -> None:
         self.answers.num_known[handle] = len(spec.output_token_ids)
-        self.dispatcher.submit(self.session, handle, spec, is_resubmission=is_resubmission)
+        self.dispatcher.submit(self.session, handle, spec, resubmission)
 
     def read(self) -> Answers:
         """Everything that the gateway has been told so far."""

@@ -216,9 +216,9 @@ class StubGateway:
         """Starts to read, where that was put off."""
         self._reader = asyncio.create_task(self._read())
 
-    async def add(self, handle: int, spec: RequestSpec, *, is_resubmission: bool = False) -> None:
+    async def add(self, handle: int, spec: RequestSpec, resubmission: scheduler_pb2.Resubmission | None = None) -> None:
         self.answers.num_known[handle] = len(spec.output_token_ids)
-        add = scheduler_pb2.AddRequest(handle=handle, spec=codec.encode_spec(spec), is_resubmission=is_resubmission)
+        add = scheduler_pb2.AddRequest(handle=handle, spec=codec.encode_spec(spec), resubmission=resubmission)
         await self.call.write(scheduler_pb2.ConnectRequest(add=add))
 
     async def abort(self, request_id: str, generation: int = 0) -> None:

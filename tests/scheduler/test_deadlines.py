@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from holdback.types import StepTimings
 from scheduler_svc.deadlines import Deadlines
-from scheduler_svc.requests import Session, Submission
+from scheduler_svc.requests import Resubmission, Session, Submission
 from tests.scheduler.parts import ManualClock, Simulation, answer_of, build_spec, prompt_of, settle
 
 Simulate = Callable[..., Simulation]
 
 
 def build_submission(number: int) -> Submission:
-    return Submission(f"{number}/r", number, Session("gateway"), number, build_spec(), 0.0, False, 0.0, 0.0)
+    return Submission(f"{number}/r", number, Session("gateway"), number, build_spec(), 0.0, 0.0, False, 0.0, 0.0)
 
 
 class Expired:
@@ -127,7 +127,7 @@ async def test_a_request_is_refused_when_the_queue_ahead_alone_takes_longer_than
     simulation.submit(2, build_spec("first", [30] * 40, deadline_ms=1))  # nothing is ahead of it
     simulation.submit(3, build_spec("enough", [31], deadline_ms=2001))  # 40 tokens are ahead: 2 s
     simulation.submit(4, build_spec("short", [32], deadline_ms=2040))  # 41 tokens are ahead: 2.05 s
-    simulation.submit(5, build_spec("again", [33], deadline_ms=1, queued_ms=50), is_resubmission=True)
+    simulation.submit(5, build_spec("again", [33], deadline_ms=1, queued_ms=50), Resubmission(True, 0.05))
     answers = simulation.read()
     assert [answers[handle].ended is None for handle in (2, 3, 5)] == [True] * 3
     ended = answers[4].ended

@@ -25,7 +25,7 @@ Simulate = Callable[..., Simulation]
 
 def build_submission(number: int, priority: int = 0, *, has_started: bool = False) -> Submission:
     spec = build_spec(f"r{number}", [20] * (number + 1), priority=priority)
-    return Submission(f"{number}/r", number, Session("gateway"), number, spec, 0.0, has_started, 0.0, 0.0)
+    return Submission(f"{number}/r", number, Session("gateway"), number, spec, 0.0, 0.0, has_started, 0.0, 0.0)
 
 
 def numbers(queue: GlobalQueue) -> list[int]:

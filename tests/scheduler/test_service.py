@@ -178,7 +178,7 @@ async def test_a_gateway_that_comes_back_supersedes_its_old_stream(serve: Serve)
             assert isinstance(error, UnavailableError)
             assert "another stream" in error.message
             again = build_spec("r", PROMPT, max_tokens=30, generation=1, outputs=known)
-            await new.add(0, again, is_resubmission=True)
+            await new.add(0, again, scheduler_pb2.Resubmission(has_started=True))
             executor.may_step.set()
             answers = await new.until_ended(0)
     assert known + answers[0].tokens == answer_of(PROMPT, 30)

@@ -9,7 +9,7 @@ import pytest
 from holdback.errors import UnavailableError
 from holdback.types import FinishReason, RequestSpec
 from scheduler_svc import state
-from scheduler_svc.requests import Session, request_id_of
+from scheduler_svc.requests import Resubmission, Session, request_id_of
 from tests.scheduler.parts import Simulation, answer_of, build_spec, prompt_of, settle
 
 Simulate = Callable[..., Simulation]
@@ -230,8 +230,8 @@ async def test_what_had_started_elsewhere_is_exempt_from_limits_and_goes_in_fron
     await settle()
     simulation.submit(1, build_spec("fresh", prompt_of(1)))
     earlier = answer_of(prompt_of(2), 2)
-    simulation.submit(2, build_spec("again", prompt_of(2), outputs=earlier, max_tokens=4), is_resubmission=True)
-    simulation.submit(3, build_spec("again too", prompt_of(3)), is_resubmission=True)
+    simulation.submit(2, build_spec("again", prompt_of(2), outputs=earlier, max_tokens=4), Resubmission(True, 0.0))
+    simulation.submit(3, build_spec("again too", prompt_of(3)), Resubmission(True, 0.0))
     while lane.unanswered:
         await lane.step()
     answers = simulation.read()
@@ -240,6 +240,21 @@ async def test_what_had_started_elsewhere_is_exempt_from_limits_and_goes_in_fron
     ended = answers[2].ended
     assert ended is not None
     assert ended.usage.completion_tokens == 4
+
+
+async def test_resubmissions_of_several_gateways_keep_the_order_of_their_first_submission(simulate: Simulate) -> None:
+    simulation = simulate(max_num_queued_reqs=4)
+    lane = simulation.add_lane(is_stepped=True, max_num_seqs=1)
+    simulation.submit(0, build_spec("runs", prompt_of(0)))
+    await settle()
+    ages = {1: (False, 3.0), 2: (True, 1.0), 3: (False, 9.0), 4: (True, 2.0)}  # as one gateway after the other connects
+    for handle, (has_started, age_s) in ages.items():
+        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle)), Resubmission(has_started, age_s))
+    simulation.submit(5, build_spec("new", prompt_of(5)))
+    assert simulation.read()[5].error_reason == "QUEUE_FULL"
+    while lane.unanswered:
+        await lane.step()
+    assert simulation.read().started_order == [0, 4, 2, 3, 1]
 
 
 # ---- time ----
