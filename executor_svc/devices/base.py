@@ -12,11 +12,15 @@ from __future__ import annotations
 import abc
 import itertools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from holdback.types import ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from executor_svc.compile_cache import CompileCache, CompileCounts
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -114,11 +118,16 @@ class Device(abc.ABC):
         kind: "cpu", "neuron" or "simulated", for people and logs only.
         model: what it runs.
         limits: what it can hold.
+        compile_cache: where its graphs are kept; warm-up asks it before it builds one. None where no graph is compiled.
+        compiled: what its start compiled or found compiled; that of `compile_cache` where there is one. None where
+            nothing ever is.
     """
 
     kind: str
     model: ModelInfo
     limits: ExecutorLimits
+    compile_cache: CompileCache | None = None
+    compiled: CompileCounts | None = None
 
     def declared_graphs(self) -> list[GraphKey]:
         """Every graph that may ever run; all are built and timed before the executor is ready.
