@@ -32,7 +32,7 @@ import structlog
 from executor_svc.cache_directory import CacheDirectoryError, prepare_directory, user_directory, write_atomically
 from executor_svc.devices.base import GraphKey
 from holdback.errors import ConfigError
-from holdback.types import ExecutorLimits, Phase
+from holdback.types import CompileCounts, ExecutorLimits, Phase
 
 log = structlog.get_logger()
 
@@ -44,21 +44,6 @@ _MAX_RECORD_BYTES = 4 << 20
 _PASSING = (".tmp", ".lock")  # in names of files that a backend removes again
 
 Identity = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class CompileCounts:
-    """What a start had to compile.
-
-    Attributes:
-        num_hits: found compiled.
-        num_misses: compiled now.
-        build_s: seconds that it took to compile, or to load what was found.
-    """
-
-    num_hits: int = 0
-    num_misses: int = 0
-    build_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

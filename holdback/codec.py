@@ -39,6 +39,7 @@ from holdback.request_codec import (
 )
 from holdback.types import (
     CachedRequestsData,
+    CompileCounts,
     ExecutorInfo,
     ExecutorLimits,
     GraphLatency,
@@ -332,6 +333,15 @@ def encode_executor_info(info: ExecutorInfo) -> scheduler_pb2.ExecutorInfo:
             for entry in info.latencies
         ],
         device=info.device,
+        compiled=_encode_compile_counts(info.compiled),
+    )
+
+
+def _encode_compile_counts(counts: CompileCounts | None) -> scheduler_pb2.CompileCounts | None:
+    if counts is None:
+        return None
+    return scheduler_pb2.CompileCounts(
+        num_hits=counts.num_hits, num_misses=counts.num_misses, build_ms=round(counts.build_s * 1000)
     )
 
 
@@ -356,8 +366,13 @@ def decode_executor_info(message: scheduler_pb2.ExecutorInfo) -> ExecutorInfo:
         latencies=tuple(_decode_latencies(message.latencies)),
         advertise_address=message.advertise_address,
         device=message.device,
+        compiled=_decode_compile_counts(message.compiled) if message.HasField("compiled") else None,
         protocol_version=(message.protocol_version.major, message.protocol_version.minor),
     )
+
+
+def _decode_compile_counts(message: scheduler_pb2.CompileCounts) -> CompileCounts:
+    return CompileCounts(message.num_hits, message.num_misses, message.build_ms / 1000)
 
 
 def _decode_latencies(messages: Iterable[scheduler_pb2.GraphLatency]) -> Iterable[GraphLatency]:

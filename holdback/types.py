@@ -291,6 +291,21 @@ class ExecutorLimits:
     max_steps_in_flight: int = 2
 
 
+@dataclass(slots=True)
+class CompileCounts:
+    """What the start of an executor had to compile: graphs, or a library of kernels.
+
+    Attributes:
+        num_hits: found in its compile cache.
+        num_misses: not found, and so compiled.
+        build_s: seconds that all of them took; loading those that were found included.
+    """
+
+    num_hits: int = 0
+    num_misses: int = 0
+    build_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
     """What an executor says of itself when it registers.
@@ -301,6 +316,7 @@ class ExecutorInfo:
         port: where its `ExecutorService` listens, on the address that it dials from unless `advertise_address` is set.
         advertise_address: a literal IP to dial instead; empty for the peer address.
         device: "cpu", "neuron" or "simulated", for people.
+        compiled: what its start had to compile; None for a device that compiles nothing.
     """
 
     executor_id: str
@@ -311,6 +327,7 @@ class ExecutorInfo:
     latencies: tuple[GraphLatency, ...] = ()
     advertise_address: str = ""
     device: str = ""
+    compiled: CompileCounts | None = None
     protocol_version: tuple[int, int] = PROTOCOL_VERSION
 
 

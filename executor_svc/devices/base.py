@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from holdback.types import ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
+from holdback.types import CompileCounts, ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from executor_svc.compile_cache import CompileCache, CompileCounts
+    from executor_svc.compile_cache import CompileCache
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

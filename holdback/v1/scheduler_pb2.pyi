@@ -128,6 +128,7 @@ class ExecutorInfo(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     LATENCIES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    COMPILED_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.str
     """Name for people and logs; 1 to 128 bytes."""
     lease: _builtins.str
@@ -156,6 +157,10 @@ class ExecutorInfo(_message.Message):
     def latencies(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphLatency]:
         """Measured time of every compiled graph."""
 
+    @_builtins.property
+    def compiled(self) -> Global___CompileCounts:
+        """What its start had to compile; unset for a device that compiles nothing."""
+
     def __init__(
         self,
         *,
@@ -168,14 +173,45 @@ class ExecutorInfo(_message.Message):
         limits: Global___ExecutorLimits | None = ...,
         latencies: _abc.Iterable[Global___GraphLatency] | None = ...,
         device: _builtins.str = ...,
+        compiled: Global___CompileCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compiled", b"compiled", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "device", b"device", "executor_id", b"executor_id", "latencies", b"latencies", "lease", b"lease", "limits", b"limits", "model", b"model", "port", b"port", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "compiled", b"compiled", "device", b"device", "executor_id", b"executor_id", "latencies", b"latencies", "lease", b"lease", "limits", b"limits", "model", b"model", "port", b"port", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExecutorInfo: _TypeAlias = ExecutorInfo  # noqa: Y015
+
+@_typing.final
+class CompileCounts(_message.Message):
+    """What the start of an executor had to compile: graphs, or a library of kernels."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_HITS_FIELD_NUMBER: _builtins.int
+    NUM_MISSES_FIELD_NUMBER: _builtins.int
+    BUILD_MS_FIELD_NUMBER: _builtins.int
+    num_hits: _builtins.int
+    """Found in its compile cache."""
+    num_misses: _builtins.int
+    """Not found, and so compiled."""
+    build_ms: _builtins.int
+    """What building all of them took, milliseconds; loading those that were found included."""
+    def __init__(
+        self,
+        *,
+        num_hits: _builtins.int = ...,
+        num_misses: _builtins.int = ...,
+        build_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_ms", b"build_ms", "num_hits", b"num_hits", "num_misses", b"num_misses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompileCounts: _TypeAlias = CompileCounts  # noqa: Y015
 
 @_typing.final
 class ExecutorLimits(_message.Message):
