@@ -12,6 +12,7 @@ import pydantic
 
 from holdback.buckets import check_limits, get_default_num_batched_tokens_buckets, get_default_num_seqs_buckets
 from holdback.config import ServiceConfig
+from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits
 
 DEVICES = ("cpu", "simulated")
@@ -35,7 +36,9 @@ class ExecutorConfig(ServiceConfig):
 
     process: ClassVar[str] = "executor"
 
-    scheduler: str = pydantic.Field(description="host:port of the scheduler to register with")
+    scheduler: str | None = pydantic.Field(
+        None, description="host:port of the scheduler to register with; required, except with compile_only"
+    )
     device: str = pydantic.Field("cpu", description=f"what runs the model: {', '.join(DEVICES)}")
     model: pathlib.Path | None = pydantic.Field(
         None, description="model directory; needed by every device but simulated"
@@ -50,6 +53,19 @@ class ExecutorConfig(ServiceConfig):
     )
     kv_cache_bytes: int | None = pydantic.Field(
         None, ge=1, description="KV memory in bytes; null: 2 GiB, or what one request of max_model_len needs if more"
+    )
+    kv_memory_fraction: float | None = pydantic.Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the device's memory that may be in use once KV memory has its part, weights and other "
+        "programs included; null: kv_cache_bytes on the cpu, else 0.9",
+    )
+    kv_memory_cap_fraction: float = pydantic.Field(
+        0.30, gt=0, le=1, description="with kv_memory_fraction: KV memory is at most this share of the device's memory"
+    )
+    kv_memory_min_bytes: int | None = pydantic.Field(
+        None, ge=0, description="with kv_memory_fraction: KV memory is at least this; null: 0 on the cpu, else 1 GiB"
     )
     max_num_seqs: int | None = pydantic.Field(
         None, ge=1, le=4096, description=f"requests at once; null: the largest decode bucket, {DEFAULT_MAX_NUM_SEQS}"
@@ -69,6 +85,13 @@ class ExecutorConfig(ServiceConfig):
     num_threads: int | None = pydantic.Field(
         None, ge=1, le=1024, description="threads of the cpu device; null: all cores"
     )
+    compile_cache: pathlib.Path | None = pydantic.Field(
+        None, description="directory of what was compiled, shared by executors; null: in the user's cache directory"
+    )
+    require_cached: bool = pydantic.Field(
+        False, description="start only if everything is in the compile cache, else status 2"
+    )
+    compile_only: bool = pydantic.Field(False, description="fill the compile cache and end, without a scheduler")
     executor_id: str | None = pydantic.Field(
         None, min_length=1, max_length=128, description="name for people and logs; null: host name and process id"
     )
@@ -112,7 +135,9 @@ class ExecutorConfig(ServiceConfig):
 
     @pydantic.field_validator("scheduler")
     @classmethod
-    def _host_and_port(cls, value: str) -> str:
+    def _host_and_port(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         host, _, port = value.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
             raise ValueError("allowed: host:port, with a port in [1, 65535]")
@@ -138,21 +163,41 @@ class ExecutorConfig(ServiceConfig):
         return value
 
     @pydantic.model_validator(mode="after")
+    def _has_one_purpose(self) -> Self:
+        if self.scheduler is None and not self.compile_only:
+            raise ValueError("scheduler is required")
+        if self.compile_only and self.require_cached:
+            raise ValueError("compile_only and require_cached are both set; allowed: one of them")
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _device_has_what_it_needs(self) -> Self:
         if self.device != "simulated" and self.model is None:
             raise ValueError(f"model is required by the device {self.device}")
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise ValueError(
-                f"num_blocks is {self.num_blocks} and kv_cache_bytes is {self.kv_cache_bytes}; allowed: one of them"
-            )
-        if self.device == "simulated" and self.kv_cache_bytes is not None:
-            raise ValueError(f"kv_cache_bytes is {self.kv_cache_bytes}; allowed on the device simulated: num_blocks")
+        self._check_kv_memory()
         return self
+
+    def _check_kv_memory(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("num_blocks", "kv_cache_bytes", "kv_memory_fraction")}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        if len(given) > 1:
+            shown = " and ".join(f"{name} is {value}" for name, value in given.items())
+            raise ValueError(f"{shown}; allowed: one of them")
+        for name, value in given.items():
+            if self.device == "simulated" and name != "num_blocks":
+                raise ValueError(f"{name} is {value}; allowed on the device simulated: num_blocks")
 
     @property
     def name(self) -> str:
         """`executor_id`, or host name and process id."""
         return self.executor_id or f"{socket.gethostname()[:100]}-{os.getpid()}"
+
+    @property
+    def scheduler_target(self) -> str:
+        """`scheduler`. Raises ConfigError where there need be none."""
+        if self.scheduler is None:
+            raise ConfigError("scheduler is required")
+        return self.scheduler
 
     @property
     def num_seqs(self) -> int:

@@ -38,7 +38,7 @@ from holdback.ports import write_ports_file
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo, GraphLatency
 from holdback.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 """How long a caller of `Execute` may take to present a lease."""
@@ -176,7 +176,9 @@ class ExecutorProcess:
             await self._threads.call_when_idle(runner.reset)
 
         make_info = partial(self._info, device, latencies, port)
-        self._registration = Registration(self._config.scheduler, make_info, self._holder, self._health.set_ready, void)
+        self._registration = Registration(
+            self._config.scheduler_target, make_info, self._holder, self._health.set_ready, void
+        )
         await self._registration.run()
 
     def _watch(self, runner: NeuronModelRunner, latencies: tuple[GraphLatency, ...]) -> None:
