@@ -28,7 +28,7 @@ from holdback.errors import FailedPreconditionError, HoldbackError, InternalErro
 from holdback.types import SchedulerOutput
 from holdback.v1 import executor_pb2
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from executor_svc.requests import refuse
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.types import GraphLatency, Phase, SamplingParams
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 
 class DeclaredGraphs:

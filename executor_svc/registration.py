@@ -27,7 +27,7 @@ from holdback.errors import ErrorReason, FailedPreconditionError, HoldbackError,
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a scheduler may take to accept or refuse a registration."""

@@ -23,7 +23,7 @@ from executor_svc.requests import RunningRequests, refuse
 from executor_svc.steps import StepBuilder
 from holdback.types import ModelRunnerOutput, SchedulerOutput, StepTimings
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)

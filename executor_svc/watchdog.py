@@ -23,7 +23,7 @@ import structlog
 from executor_svc.runner import LaunchedStep, NeuronModelRunner
 from holdback.types import GraphLatency, Phase
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 EXIT_STEP_TIMEOUT = 3
 """Exit status of an executor whose device did not finish a step in time."""

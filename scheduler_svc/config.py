@@ -97,7 +97,7 @@ class SchedulerServiceConfig(ServiceConfig):
     def warn(self) -> None:
         """Logs what a legal setting costs (decision K11)."""
         if self.default_max_tokens is None:
-            structlog.get_logger().warning(
+            structlog.get_logger(__name__).warning(
                 "default_max_tokens_is_unbounded",
                 setting="default_max_tokens",
                 value=None,

@@ -12,6 +12,9 @@ from scheduler_svc.requests import Submission
 
 MIN_LEFT_OVER = 64
 
+MAX_AT_ONCE = 64
+"""Requests that expire before the event loop does something else: about 3 ms."""
+
 
 @dataclass(order=True, slots=True)
 class _Entry:
@@ -24,11 +27,16 @@ class Deadlines:
     """Calls `expire` once for each submission whose deadline passes before it is discarded.
 
     The timer is late when the process is busy, so whoever is about to rely on a submission's life calls `check` first.
+    Where many expire together, the timer comes back for the rest, and calls `on_caught_up` behind the last of them.
     """
 
-    def __init__(self, clock: Clock, expire: Callable[[Submission], None]) -> None:
+    def __init__(
+        self, clock: Clock, expire: Callable[[Submission], None], on_caught_up: Callable[[], None] = lambda: None
+    ) -> None:
         self._clock = clock
         self._expire = expire
+        self._on_caught_up = on_caught_up
+        self._is_behind = False
         self._heap: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._numbers = itertools.count()
@@ -55,13 +63,19 @@ class Deadlines:
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
-    def check(self) -> None:
-        """Expires all whose time has come, in order."""
+    def check(self) -> bool:
+        """Expires those whose time has come, in order, `MAX_AT_ONCE` of them; False while there are more."""
+        num_left = MAX_AT_ONCE
         while self._heap and (self._heap[0].submission is None or self._heap[0].at <= self._clock.now()):
+            if num_left == 0:
+                self._is_behind = True
+                return False
             submission = heapq.heappop(self._heap).submission
             if submission is not None:
                 del self._entries[submission.req_id]
                 self._expire(submission)
+                num_left -= 1
+        return True
 
     def _arm(self) -> None:
         """Sets the timer for the earliest deadline, unless it is set for that or for one before it."""
@@ -74,5 +88,8 @@ class Deadlines:
 
     def _ring(self) -> None:
         self._timer = None
-        self.check()
+        is_caught_up = self.check()
         self._arm()
+        if is_caught_up and self._is_behind:
+            self._is_behind = False
+            self._on_caught_up()

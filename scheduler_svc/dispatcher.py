@@ -13,8 +13,10 @@ runs on the event loop between two awaits and is called by nobody else.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -32,7 +34,7 @@ from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.prefix_cache import PrefixCacheStats
 from scheduler_svc.core.request import Request, check_request
-from scheduler_svc.deadlines import Deadlines
+from scheduler_svc.deadlines import MAX_AT_ONCE, Deadlines
 from scheduler_svc.fan_out import FanOut
 from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
@@ -64,12 +66,12 @@ class Dispatcher:
         self._num_submissions = 0
         self._submissions: dict[str, Submission] = {}
         self._fan_outs: dict[Lane, FanOut] = {}
-        self._deadlines = Deadlines(clock, self._expire)
         self._parked = GlobalQueue(config.scheduling_policy)
         self._past_prefix_cache = PrefixCacheStats(0, 0)
         self._past_totals = StepTotals()
         self.queue = GlobalQueue(config.scheduling_policy)
         self.placement = Placement(self.queue, self._submissions, clock, max_moves=config.max_request_moves)
+        self._deadlines = Deadlines(clock, self._expire, self.placement.wake_chosen)
         self.num_finished = Counter[FinishReason]()
         pool.on_change(self._pool_changed)
 
@@ -164,10 +166,20 @@ class Dispatcher:
             self._end(submission, FinishReason.ABORT)
 
     def end_session(self, session: Session) -> None:
-        """The gateway's stream is gone: all that is left of its requests ends now."""
+        """The gateway's stream is gone: what runs of its requests ends now, what waits in turns."""
+        for submission in [found for found in session.by_handle.values() if found.lane is not None]:
+            self._end_with_session(submission)
+        self._end_waiting_of(session)
+
+    def _end_waiting_of(self, session: Session) -> None:
         # The latest first, so that the head of the queue changes once.
-        for submission in reversed(list(session.by_handle.values())):
-            self._end(submission, FinishReason.ABORT, error=RequestAbortedError("the gateway's stream ended"))
+        for submission in list(itertools.islice(reversed(session.by_handle.values()), MAX_AT_ONCE)):
+            self._end_with_session(submission)
+        if session.by_handle:
+            self._clock.call_later(0, partial(self._end_waiting_of, session))
+
+    def _end_with_session(self, submission: Submission) -> None:
+        self._end(submission, FinishReason.ABORT, error=RequestAbortedError("the gateway's stream ended"))
 
     def _check_queue(self, spec: RequestSpec) -> None:
         """Raises ResourceExhaustedError or DeadlineExceededError: it may not wait, or not long enough."""
@@ -248,8 +260,10 @@ class Dispatcher:
 
     def offer(self, lane: Lane) -> None:
         """Called by a lane before each `schedule()`. Nothing is placed whose deadline has passed."""
-        self._deadlines.check()
-        self.placement.offer(lane)
+        if self._deadlines.check():
+            self.placement.offer(lane)
+        else:
+            lane.queue.is_offered = False  # all lanes are asked again once those that expired are out
 
     def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
         """Called by a lane after the `schedule()` that took these requests."""

@@ -30,7 +30,7 @@ from executor_svc.kernels import NativeKernels, load_kernels
 from executor_svc.kv_cache import KVCache, block_bytes, choose_num_blocks
 from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import LoadedModel, load_model
-from executor_svc.sampler import Sampler
+from executor_svc.sampler import Sampler, rank_logits
 from holdback.buckets import (
     blocks_for,
     check_limits,
@@ -40,7 +40,7 @@ from holdback.buckets import (
 from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits, Phase, RequestSpec
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 32
@@ -145,7 +145,8 @@ class CpuDevice(Device):
         self._smallest_batch = 1 if is_invariant else 2
         self._graphs = frozenset(self.declared_graphs())
         self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
-        self._sampler = Sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids)
+        rank = rank_logits if self._kernels is None else self._kernels.rank
+        self._sampler = Sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, rank)
         self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
         self._worker = OrderedWorker("cpu-device")
         self._starts: list[Future[None]] = []

@@ -16,10 +16,6 @@ from holdback.errors import ConfigError, HoldbackError
 
 Command = Callable[[list[str]], int]
 
-PARENT_VARIABLE = (
-    "HOLDBACK_PARENT_PID"  # in the environment of processes that are to end with the one that started them
-)
-
 OWN_COMMANDS = {
     "up": "holdback.cli.up:up",
     "generate": "holdback.cli.generate:generate",

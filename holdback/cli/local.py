@@ -24,9 +24,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from holdback import rpc
-from holdback.cli import PARENT_VARIABLE
 from holdback.errors import ConfigError, InternalError
 from holdback.health import READINESS
+from holdback.parent import PARENT_VARIABLE
 
 POLL_S = 0.05  # how often to look whether a starting process has written its ports
 GRACE_S = 15.0  # for each process between the request to stop and the kill

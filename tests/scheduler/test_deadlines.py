@@ -22,7 +22,13 @@ class Expired:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.numbers: list[int] = []
-        self.deadlines = Deadlines(self.clock, lambda submission: self.numbers.append(submission.number))
+        self.num_caught_up = 0
+        self.deadlines = Deadlines(
+            self.clock, lambda submission: self.numbers.append(submission.number), self._count_caught_up
+        )
+
+    def _count_caught_up(self) -> None:
+        self.num_caught_up += 1
 
     def add(self, number: int, after_s: float) -> Submission:
         submission = build_submission(number)
@@ -62,6 +68,20 @@ async def test_one_that_is_discarded_never_expires() -> None:
     expired.clock.advance(5)
     assert expired.numbers == [1]
     expired.deadlines.discard(stays)
+
+
+async def test_many_that_expire_together_let_others_run_between_them() -> None:
+    expired = Expired()
+    for number in range(150):
+        expired.add(number, 1.0)
+    expired.clock.stall(2.0)
+    assert not expired.deadlines.check()
+    assert len(expired.numbers) == 64
+    assert not expired.deadlines.check()
+    assert expired.num_caught_up == 0
+    expired.clock.advance(0)
+    assert expired.numbers == list(range(150))
+    assert expired.num_caught_up == 1
 
 
 async def test_a_check_does_not_wait_for_the_timer() -> None:

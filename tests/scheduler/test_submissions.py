@@ -257,6 +257,43 @@ async def test_resubmissions_of_several_gateways_keep_the_order_of_their_first_s
     assert simulation.read().started_order == [0, 4, 2, 3, 1]
 
 
+async def test_a_queue_full_of_expired_requests_holds_up_nobody(simulate: Simulate) -> None:
+    simulation = simulate()
+    lane = simulation.add_lane(is_stepped=True, max_num_seqs=2)
+    simulation.submit(0, build_spec("runs", prompt_of(0), max_tokens=9))
+    simulation.submit(1, build_spec("waits for its slot", prompt_of(1), max_tokens=2))
+    await settle()
+    for handle in range(2, 202):
+        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(2), deadline_ms=1000))
+    simulation.submit(202, build_spec("alive", prompt_of(3), max_tokens=2))
+    simulation.clock.stall(2.0)
+    await lane.step()
+    num_ended = sum(simulation.read()[handle].ended is not None for handle in range(203))
+    assert 64 <= num_ended < 200  # the step did not wait for all of them
+    while lane.unanswered:
+        simulation.clock.advance(0)
+        await lane.step()
+    answers = simulation.read()
+    assert {answers[handle].error_reason for handle in range(2, 202)} == {"DEADLINE_EXCEEDED"}
+    assert answers.started_order == [0, 1, 202]
+    assert answers[0].tokens == answer_of(prompt_of(0), 9)
+    assert answers[202].tokens == answer_of(prompt_of(3), 2)
+
+
+async def test_a_gateway_that_is_gone_leaves_nothing_behind(simulate: Simulate) -> None:
+    simulation = simulate()
+    lane = simulation.add_lane(is_stepped=True, max_num_seqs=2)
+    for handle in range(200):
+        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle)))
+    await settle()
+    simulation.dispatcher.end_session(simulation.session)
+    assert not lane.lane.core.running  # what ran makes room at once
+    assert simulation.dispatcher.num_waiting > 0
+    simulation.clock.advance(0)
+    assert simulation.dispatcher.num_waiting == 0
+    assert not simulation.session.by_handle
+
+
 # ---- time ----
 
 
