@@ -34,7 +34,7 @@ from executor_svc.devices.base import GraphKey
 from holdback.errors import ConfigError
 from holdback.types import CompileCounts, ExecutorLimits, Phase
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
 
 DEFAULT_NAME = "graphs"
 PACKAGES = ("holdback", "torch", "transformers", "torch-neuronx", "neuronx-cc")

@@ -14,11 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdback.buckets import blocks_for
-from holdback.errors import ConfigError
-
-DEFAULT_KV_CACHE_BYTES = 2 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -102,28 +97,3 @@ class KVCache:
 def block_bytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: keys and values of all layers."""
     return 2 * block_size * dtype.itemsize * sum(layer.num_kv_heads * layer.head_dim for layer in layers)
-
-
-def choose_num_blocks(
-    bytes_per_block: int, block_size: int, max_model_len: int, *, kv_cache_bytes: int | None, num_blocks: int | None
-) -> int:
-    """How many blocks to make, the null block included.
-
-    An explicit `num_blocks` or `kv_cache_bytes` is taken as it is, for K1 to refuse. Without either it is
-    `DEFAULT_KV_CACHE_BYTES`, or what one request of `max_model_len` needs where that is more.
-    """
-    if num_blocks is not None:
-        if kv_cache_bytes is not None:
-            both = f"num_blocks is {num_blocks} and kv_cache_bytes is {kv_cache_bytes}"
-            raise ConfigError(f"{both}; allowed: one of them")
-        if num_blocks < 2:
-            raise ConfigError(f"num_blocks is {num_blocks}; allowed: at least 2, the null block and a usable one")
-        return num_blocks
-    if kv_cache_bytes is None:
-        return max(DEFAULT_KV_CACHE_BYTES // bytes_per_block, 1 + blocks_for(max_model_len, block_size))
-    if kv_cache_bytes < 2 * bytes_per_block:
-        raise ConfigError(
-            f"kv_cache_bytes is {kv_cache_bytes}; allowed: at least {2 * bytes_per_block}, two blocks of "
-            f"{block_size} tokens"
-        )
-    return kv_cache_bytes // bytes_per_block

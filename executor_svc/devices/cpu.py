@@ -14,7 +14,7 @@ import pathlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,9 @@ from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInpu
 from executor_svc.devices.worker import OrderedWorker
 from executor_svc.fast_model import is_fused, rewrite
 from executor_svc.kernels import NativeKernels, load_kernels
-from executor_svc.kv_cache import KVCache, block_bytes, choose_num_blocks
+from executor_svc.kv_budget import DEFAULT_CAP_FRACTION, KVMemorySettings, KVShape, choose_num_blocks
+from executor_svc.kv_cache import KVCache, block_bytes
+from executor_svc.machine_memory import measure_machine_memory
 from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import LoadedModel, load_model
 from executor_svc.sampler import Sampler, rank_logits
@@ -56,7 +58,9 @@ class CpuSettings:
         max_model_len: None is the model's own limit, and nothing goes beyond it.
         block_size: tokens per KV block.
         num_blocks: KV blocks, the null block included; not together with `kv_cache_bytes`.
-        kv_cache_bytes: None is 2 GiB, or what one request of `max_model_len` needs where that is more.
+        kv_cache_bytes: None is `kv_memory_fraction`, or else 2 GiB, at most half of what is free, and at least what
+            one request of `max_model_len` needs.
+        kv_memory_fraction, kv_memory_cap_fraction, kv_memory_min_bytes: of `kv_budget.KVMemorySettings`.
         max_num_seqs: None is the largest of `num_seqs_buckets`, else 32.
         max_num_batched_tokens: None is the largest of `num_batched_tokens_buckets`, else 512.
         num_batched_tokens_buckets: prefill shapes; None is decision K2's default.
@@ -71,6 +75,9 @@ class CpuSettings:
     block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    kv_memory_fraction: float | None = None
+    kv_memory_cap_fraction: float = DEFAULT_CAP_FRACTION
+    kv_memory_min_bytes: int = 0
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     num_batched_tokens_buckets: Sequence[int] | None = None
@@ -126,18 +133,14 @@ class CpuDevice(Device):
             raise ConfigError(f"block_size is {settings.block_size}; allowed: at least 1")
         self._model = load_model(model_directory, settings.dtype, settings.max_model_len)
         self.model = self._model.info
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.module.parameters())
         layers = find_layers(self._model)
         self._kernels, self.kernels = _load_kernels(settings)
         log.info("kernels", kernels=self.kernels)
         check_logits(self._model, layers, None if self._kernels is None else self._rewrite)
         dtype = self._model.module.dtype
-        num_blocks = choose_num_blocks(
-            block_bytes(layers, settings.block_size, dtype),
-            settings.block_size,
-            self.model.max_model_len,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            num_blocks=settings.num_blocks,
-        )
+        bytes_per_block = block_bytes(layers, settings.block_size, dtype)
+        num_blocks = _choose_num_blocks(settings, bytes_per_block, self.model.max_model_len, weights)
         self.limits = _make_limits(settings, self.model.max_model_len, num_blocks)
         check_limits(self.limits, self.model.max_model_len)
         # PyTorch computes a matrix product of one row in another order than those of more, which bfloat16 shows.
@@ -264,6 +267,19 @@ class CpuDevice(Device):
         self.kv_cache.reset()
         self._sampler.reset()
         self._last_token.zero_()
+
+
+def _choose_num_blocks(settings: CpuSettings, bytes_per_block: int, max_model_len: int, weights: int) -> int:
+    """The memory is this machine's; what other programs use of it counts as used."""
+    wanted = KVMemorySettings(
+        num_blocks=settings.num_blocks,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        fraction=settings.kv_memory_fraction,
+        cap_fraction=settings.kv_memory_cap_fraction,
+        min_bytes=settings.kv_memory_min_bytes,
+    )
+    shape = KVShape(bytes_per_block, settings.block_size, max_model_len)
+    return choose_num_blocks(shape, wanted, replace(measure_machine_memory(), weights=weights))
 
 
 def _make_limits(settings: CpuSettings, max_model_len: int, num_blocks: int) -> ExecutorLimits:

@@ -1,12 +1,11 @@
-"""KV memory: where tokens land, and how many blocks are made."""
+"""KV memory: where tokens land."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from executor_svc.kv_cache import DEFAULT_KV_CACHE_BYTES, KVCache, LayerShape, block_bytes, choose_num_blocks
-from holdback.errors import ConfigError
+from executor_svc.kv_cache import KVCache, LayerShape, block_bytes
 
 LAYERS = [LayerShape(2, 8), LayerShape(2, 8)]
 
@@ -53,34 +52,3 @@ def test_reset_zeroes_everything() -> None:
 def test_a_block_holds_keys_and_values_of_every_layer() -> None:
     # 2 (keys, values) * 16 tokens * 2 bytes * (2 * 8 + 2 * 8) numbers
     assert block_bytes(LAYERS, 16, torch.bfloat16) == 2048
-
-
-def choose(kv_cache_bytes: int | None = None, num_blocks: int | None = None, max_model_len: int = 64) -> int:
-    return choose_num_blocks(1000, 16, max_model_len, kv_cache_bytes=kv_cache_bytes, num_blocks=num_blocks)
-
-
-def test_the_default_is_2_gib() -> None:
-    assert DEFAULT_KV_CACHE_BYTES == 2_147_483_648
-    assert choose() == 2_147_483
-
-
-def test_the_default_grows_to_what_one_request_needs() -> None:
-    assert choose(max_model_len=64_000_000) == 4_000_001
-
-
-def test_explicit_sizes_are_taken_as_they_are() -> None:
-    assert choose(kv_cache_bytes=9_999) == 9
-    assert choose(num_blocks=17) == 17
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"num_blocks": 1}, "num_blocks is 1; allowed: at least 2"),
-        ({"kv_cache_bytes": 1_999}, "kv_cache_bytes is 1999; allowed: at least 2000"),
-        ({"num_blocks": 4, "kv_cache_bytes": 4_000}, "num_blocks is 4 and kv_cache_bytes is 4000; allowed: one"),
-    ],
-)
-def test_sizes_that_hold_nothing_or_contradict_are_refused(setting: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        choose(**setting)
