@@ -3,7 +3,8 @@
 The model stays transformers' definition. What is replaced computes the same from the same weights:
 
 - Of a Llama or Mistral, exactly that class and in its usual form, the list of decoder layers becomes one module that
-  runs them all (`FusedLayers`); embeddings, rotary positions and the last norm stay.
+  runs them all and the last norm (`FusedLayers`), whose own module then passes on what it gets; embeddings and rotary
+  positions stay.
 - Of any other model, each `torch.nn.Linear` becomes a `PackedLinear`.
 - The output layer becomes a `PackedLinear` that gives float32, in both.
 
@@ -21,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 
 from executor_svc.attention import PagedContext
-from executor_svc.kernels.native import HEAD_DIMS, Layer, NativeKernels, PackedWeight, Sizes, Step, make_layers
+from executor_svc.kernels.native import HEAD_DIMS, Layer, NativeKernels, Sizes, Step, make_layers
 from holdback.types import Phase
 
 _FUSED_MODELS = (LlamaForCausalLM, MistralForCausalLM)
@@ -34,7 +35,7 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._kernels = kernels
-        self._weight = kernels.pack(linear.weight)
+        (self._weight,) = kernels.pack(linear.weight)
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._dtype = dtype
 
@@ -50,14 +51,15 @@ class _LayerWeights:
         self.input_norm = layer.input_layernorm.weight.detach()
         self.attention_norm = layer.post_attention_layernorm.weight.detach()
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.query_key_value = kernels.pack(torch.cat([projection.weight for projection in projections]))
-        self.output = kernels.pack(attention.o_proj.weight)
-        self.gate_up = kernels.pack(_interleaved(mlp.gate_proj.weight, mlp.up_proj.weight))
-        self.down = kernels.pack(mlp.down_proj.weight)
+        self.packed = kernels.pack(
+            torch.cat([projection.weight for projection in projections]),
+            attention.o_proj.weight,
+            _interleaved(mlp.gate_proj.weight, mlp.up_proj.weight),
+            mlp.down_proj.weight,
+        )
 
     def as_layer(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> Layer:
-        packed: tuple[PackedWeight, ...] = (self.query_key_value, self.output, self.gate_up, self.down)
-        tensors = (self.input_norm, self.attention_norm, *(weight.data for weight in packed), keys, values)
+        tensors = (self.input_norm, self.attention_norm, *(weight.data for weight in self.packed), keys, values)
         return Layer(*(tensor.data_ptr() for tensor in tensors), window)
 
 
@@ -67,11 +69,12 @@ def _interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class FusedLayers(torch.nn.Module):
-    """All decoder layers of a Llama, called as one of them. Needs a `PagedContext`."""
+    """All decoder layers of a Llama and the norm behind them, called as one layer. Needs a `PagedContext`."""
 
-    def __init__(self, kernels: NativeKernels, layers: Any, config: Any) -> None:
+    def __init__(self, kernels: NativeKernels, layers: Any, norm: Any, config: Any) -> None:
         super().__init__()
         self._kernels = kernels
+        self._last_norm = norm.weight.detach()
         self._weights = [_LayerWeights(kernels, layer) for layer in layers]
         self._window = getattr(config, "sliding_window", None) or 0
         attention = layers[0].self_attn
@@ -108,7 +111,8 @@ class FusedLayers(torch.nn.Module):
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
         )
-        sizes = Sizes(**self._shape, block_size=holdback.cache.block_size)
+        last_norm = self._last_norm.data_ptr()
+        sizes = Sizes(**self._shape, block_size=holdback.cache.block_size, last_norm=last_norm)
         self._kernels.layers(self._layers_with(holdback), sizes, step, hidden)
         return hidden
 
@@ -127,8 +131,8 @@ class FusedLayers(torch.nn.Module):
 def rewrite(module: Any, kernels: NativeKernels) -> str:
     """Replaces what the kernels compute of a bfloat16 model, in place, and returns what that is in a few words."""
     if can_fuse(module):
-        fused = FusedLayers(kernels, module.model.layers, module.config)
-        module.model.layers = torch.nn.ModuleList([fused])
+        fused = FusedLayers(kernels, module.model.layers, module.model.norm, module.config)
+        module.model.layers, module.model.norm = torch.nn.ModuleList([fused]), torch.nn.Identity()
         what = "layers fused"
     else:
         _pack_linears(module, kernels)

@@ -4,13 +4,16 @@ What a request asks for is applied in this order: allowed tokens, biases, the ba
 penalties; then temperature 0 takes the largest logit, the lowest id among equals, and any other draws (`draw`) with the
 random number that came with the row. Rows never influence each other.
 
+Most rows are greedy and nothing changes their logits: for them one look at each row says which token is the largest and
+whether all of it is finite, and nothing is copied.
+
 The counts that penalties need live here by slot and grow with every sampled token, so that a step can be launched
 before anybody has seen the tokens of the step before it. Both tables are made when a request first needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +23,16 @@ from holdback.errors import InvalidArgumentError
 from holdback.types import RequestSpec, SamplingParams, TokenLogprobs
 
 _GREEDY = SamplingParams(temperature=0.0)
+
+Rank = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of logits, float32 [rows, vocab_size]: the largest one's id, int64 [rows], the lowest among equals; and whether the
+row is finite, bool [rows]. The id of a row that is not means nothing."""
+
+
+def rank_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Rank` with PyTorch."""
+    smallest, largest = torch.aminmax(logits, dim=-1)
+    return logits.argmax(dim=-1), torch.isfinite(smallest) & torch.isfinite(largest)
 
 
 @dataclass(slots=True)
@@ -63,6 +76,10 @@ class _Rules:
         bans = num_outputs < self.params.min_tokens and len(self.ending) > 0
         return bans or self.allowed is not None or len(self.biased) > 0 or self.has_counts
 
+    def decides(self, num_outputs: int) -> bool:
+        """Whether output `num_outputs` may be another token than the largest of the model's logits."""
+        return self.params.temperature > 0 or self.changes(num_outputs)
+
 
 def _token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
     for token_id in token_ids:
@@ -74,10 +91,13 @@ def _token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> torch.Te
 class Sampler:
     """Samples for one model. Everything runs in the order of the calls."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int], rank: Rank = rank_logits
+    ) -> None:
         self._num_rows = max_num_seqs + 1  # the last one is for rows without a request
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._rank = rank
         self._rules: dict[int, _Rules] = {}
         self._num_drawn: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
@@ -121,18 +141,16 @@ class Sampler:
             uniform: float32 [rows] in [0, 1), the random number of each row.
             slots: of each row.
         """
-        smallest, largest = torch.aminmax(logits, dim=-1)
-        is_finite = torch.isfinite(smallest) & torch.isfinite(largest)
-        failed_rows = (~is_finite).nonzero().flatten().tolist()
-        given = logits
-        if failed_rows:
-            logits = torch.where(is_finite[:, None], logits, 0.0)
+        token_ids, is_finite = self._rank(logits)
+        failed = {row for row, finite in enumerate(is_finite.tolist()) if not finite}
         rules = [self._rules_of(slot, row or _GREEDY) for slot, row in zip(slots, params, strict=True)]
-        token_ids = self._choose(self._adjust(logits, rules, num_outputs, slots), rules, uniform)
-        token_ids[failed_rows] = 0
+        chosen = [row for row, rule in enumerate(rules) if row not in failed and rule.decides(num_outputs[row])]
+        if chosen:
+            parts = ([values[row] for row in chosen] for values in (rules, num_outputs, slots))
+            token_ids[chosen] = self._choose(logits[chosen], uniform[chosen], *parts)
+        token_ids[sorted(failed)] = 0
         self._count(token_ids, rules, slots)
-        logprobs = self._logprobs(given, token_ids, rules, set(failed_rows))
-        return Sampled(token_ids, failed_rows, logprobs)
+        return Sampled(token_ids, sorted(failed), self._logprobs(logits, token_ids, rules, failed))
 
     def _make_rules(self, params: SamplingParams) -> _Rules:
         return _Rules(params, self._vocab_size, self._eos_token_ids)
@@ -151,17 +169,6 @@ class Sampler:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool)
         return self._num_drawn, self._in_prompt
 
-    def _adjust(
-        self, logits: torch.Tensor, rules: Sequence[_Rules], num_outputs: Sequence[int], slots: Sequence[int]
-    ) -> torch.Tensor:
-        changed = [row for row, rule in enumerate(rules) if rule.changes(num_outputs[row])]
-        if not changed:
-            return logits
-        logits = logits.clone()
-        for row in changed:
-            logits[row] = self._adjusted(logits[row], rules[row], num_outputs[row], slots[row])
-        return logits
-
     def _adjusted(self, row: torch.Tensor, rules: _Rules, num_outputs: int, slot: int) -> torch.Tensor:
         if rules.allowed is not None:
             row = torch.full_like(row, float("-inf")).index_copy_(0, rules.allowed, row[rules.allowed])
@@ -179,9 +186,20 @@ class Sampler:
             row = torch.where(is_seen, penalized, row)
         return row - params.frequency_penalty * num_drawn - params.presence_penalty * (num_drawn > 0)
 
-    def _choose(self, logits: torch.Tensor, rules: Sequence[_Rules], uniform: torch.Tensor) -> torch.Tensor:
-        token_ids = logits.argmax(dim=-1)  # the first of equal ones
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        uniform: torch.Tensor,
+        rules: Sequence[_Rules],
+        num_outputs: Sequence[int],
+        slots: Sequence[int],
+    ) -> torch.Tensor:
+        """The tokens of rows whose rules decide, int64 [rows]; changes `logits`."""
+        for row, rule in enumerate(rules):
+            if rule.changes(num_outputs[row]):
+                logits[row] = self._adjusted(logits[row], rule, num_outputs[row], slots[row])
         drawn = [row for row, rule in enumerate(rules) if rule.params.temperature > 0]
+        token_ids = logits.argmax(dim=-1)  # the first of equal ones; rules exclude with -inf, so `rank` has no say here
         if drawn:
             token_ids[drawn] = draw(logits[drawn], [rules[row].params for row in drawn], uniform[drawn])
         return token_ids

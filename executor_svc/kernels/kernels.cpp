@@ -6,6 +6,7 @@
 #include "layers.h"
 #include "linear.h"
 #include "prefill.h"
+#include "rank.h"
 
 namespace {
 
@@ -45,6 +46,12 @@ void holdback_linear(const bf16* input, int64_t rows, int64_t inputs, const bf16
                                     (__m256i)_mm512_cvtneps_pbh(sum));
     });
   });
+}
+
+// The largest of each row, the first among equals, and whether all of the row is finite.
+void holdback_rank(const float* logits, int64_t rows, int64_t size, int64_t* largest, uint8_t* is_finite, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+  for (int64_t row = 0; row < rows; ++row) is_finite[row] = rank_row(logits + row * size, size, largest[row]);
 }
 
 void holdback_decode_attention(const Pages* pages, int64_t rows, const int64_t* tables, int64_t width,

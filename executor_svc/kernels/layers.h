@@ -1,5 +1,5 @@
-// All decoder layers of a Llama (norm, attention with rotary positions, norm, gated feed-forward) in one go: one team,
-// no dispatch between two operations. Between layers the hidden state stays float32.
+// All decoder layers of a Llama (norm, attention with rotary positions, norm, gated feed-forward) and the norm behind
+// them in one go: one team, no dispatch between two operations. Between layers the hidden state stays float32.
 #pragma once
 
 #include "attention.h"
@@ -21,6 +21,7 @@ struct Layer {
 struct Sizes {
   int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
   float epsilon, scale;
+  const bf16* last_norm;  // [hidden]
 };
 
 struct Step {
@@ -177,7 +178,7 @@ inline void run_layers(Team& team, int& counter, const Layer* layers, int64_t nu
   for (int64_t layer = 0; layer < num_layers; ++layer)
     run_layer(team, counter, layers[layer], sizes, step, attention, buffers);
   team.share(counter, step.rows, 1, [&](int64_t row) {
-    for (int64_t i = row * sizes.hidden; i < (row + 1) * sizes.hidden; i += 16)
-      store_bf16(hidden + i, _mm512_loadu_ps(buffers.residual.data() + i));
+    const int64_t begin = row * sizes.hidden;
+    norm_row(buffers.residual.data() + begin, sizes.last_norm, sizes.hidden, sizes.epsilon, hidden + begin);
   });
 }

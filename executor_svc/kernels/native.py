@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from executor_svc.kernels.memory import WeightMemory
+
 PANEL = 32
 HEAD_DIMS = frozenset({64, 128, 256})
 """Sizes of a head that the attention kernels are made for."""
@@ -48,6 +50,7 @@ class Sizes(ctypes.Structure):
         *((name, _Int) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
         ("epsilon", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("last_norm", _Pointer),
     )
 
 
@@ -86,12 +89,14 @@ class NativeKernels:
 
     def __init__(self, path: pathlib.Path) -> None:
         library = ctypes.CDLL(str(path))
-        for name in ("pack", "linear", "decode_attention", "prefill_attention", "layers"):
+        for name in ("pack", "linear", "rank", "decode_attention", "prefill_attention", "layers"):
             getattr(library, f"holdback_{name}").restype = None
         self._pack = library.holdback_pack
         self._pack.argtypes = [_Pointer, _Int, _Int, _Pointer, ctypes.c_int]
         self._linear = library.holdback_linear
         self._linear.argtypes = [_Pointer, _Int, _Int, _Pointer, _Int, _Pointer, _Pointer, ctypes.c_int, ctypes.c_int]
+        self._rank = library.holdback_rank
+        self._rank.argtypes = [_Pointer, _Int, _Int, _Pointer, _Pointer, ctypes.c_int]
         self._decode = library.holdback_decode_attention
         self._decode.argtypes = [_Pointer, _Int, _Pointer, _Int, _Pointer, _Pointer, _Pointer, ctypes.c_int]
         self._prefill = library.holdback_prefill_attention
@@ -99,12 +104,18 @@ class NativeKernels:
         self._layers = library.holdback_layers
         self._layers.argtypes = [_Pointer, _Int, _Pointer, _Pointer, _Pointer, ctypes.c_int]
 
-    def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """Packs a bfloat16 weight [outputs, inputs], `inputs` even."""
+    def pack(self, *weights: torch.Tensor) -> tuple[PackedWeight, ...]:
+        """Packs bfloat16 weights [outputs, inputs], `inputs` even, one behind the other in memory."""
+        for weight in weights:
+            if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2:
+                found = f"{weight.dtype} {list(weight.shape)}"
+                raise ValueError(f"weight is {found}; allowed: bfloat16 with an even last size")
+        sizes = [-(-len(weight) // PANEL) * PANEL * weight.shape[1] for weight in weights]
+        memory = WeightMemory(sizes)
+        return tuple(self._packed(weight, memory.take(size)) for weight, size in zip(weights, sizes, strict=True))
+
+    def _packed(self, weight: torch.Tensor, data: torch.Tensor) -> PackedWeight:
         outputs, inputs = weight.shape
-        if weight.dtype is not torch.bfloat16 or inputs % 2:
-            raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}; allowed: bfloat16 with an even last size")
-        data = torch.empty(-(-outputs // PANEL) * PANEL * inputs, dtype=torch.bfloat16)
         weight = weight.contiguous()
         self._pack(weight.data_ptr(), outputs, inputs, data.data_ptr(), torch.get_num_threads())
         return PackedWeight(data, outputs, inputs)
@@ -129,6 +140,19 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def rank(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most likely token of each row of `logits` (float32 [rows, vocab_size]), the lowest id among equals.
+
+        Returns:
+            int64 [rows], which means nothing where a row is not finite; and whether it is, bool [rows].
+        """
+        logits = logits.contiguous()
+        rows, size = logits.shape
+        largest, is_finite = torch.empty(rows, dtype=torch.long), torch.empty(rows, dtype=torch.bool)
+        pointers = (largest.data_ptr(), is_finite.data_ptr())
+        self._rank(logits.data_ptr(), rows, size, *pointers, torch.get_num_threads())
+        return largest, is_finite
 
     def decode_attention(
         self, pages: Pages, query: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
@@ -174,7 +198,9 @@ class NativeKernels:
         return out
 
     def layers(self, layers: ctypes.Array[Layer], sizes: Sizes, step: Step, hidden: torch.Tensor) -> None:
-        """Runs all layers in place on the first `step.rows` rows of `hidden`, bfloat16 [..., hidden], contiguous."""
+        """Runs all layers and the last norm in place on the first `step.rows` rows of `hidden`, bfloat16 [..., hidden],
+        contiguous.
+        """
         self._layers(
             layers,
             len(layers),

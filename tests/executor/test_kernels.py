@@ -48,7 +48,7 @@ def test_a_packed_linear_layer_gives_what_float32_gives(
 ) -> None:
     hidden, weight, bias = bfloat16(rows, inputs, seed=1), bfloat16(outputs, inputs, seed=2), bfloat16(outputs, seed=3)
     expected = hidden.float() @ weight.float().T
-    packed = native.pack(weight)
+    (packed,) = native.pack(weight)
     tolerance: dict[str, Any] = {"atol": 1e-3, "rtol": 1e-5 if dtype is torch.float32 else 5e-3}
     torch.testing.assert_close(native.linear(hidden, packed, None, dtype).float(), expected, **tolerance)
     torch.testing.assert_close(native.linear(hidden, packed, bias, dtype).float(), expected + bias, **tolerance)
@@ -56,7 +56,7 @@ def test_a_packed_linear_layer_gives_what_float32_gives(
 
 @needs_kernels
 def test_a_row_of_a_linear_layer_has_the_same_bits_whoever_shares_its_batch(native: NativeKernels) -> None:
-    hidden, packed = bfloat16(40, 576, seed=1), native.pack(bfloat16(96, 576, seed=2))
+    hidden, (packed,) = bfloat16(40, 576, seed=1), native.pack(bfloat16(96, 576, seed=2))
     together = native.linear(hidden, packed, None, torch.float32)
     for row in range(40):
         assert native.linear(hidden[row : row + 1], packed, None, torch.float32).equal(together[row : row + 1])
@@ -69,7 +69,7 @@ def test_a_weight_that_is_not_bfloat16_or_of_odd_width_is_refused(native: Native
     with pytest.raises(ValueError, match=r"weight is torch.bfloat16 \[4, 3\]"):
         native.pack(torch.zeros(4, 3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"input is torch.bfloat16 \[1, 6\]; allowed: bfloat16 \[..., 4\]"):
-        native.linear(bfloat16(1, 6, seed=1), native.pack(bfloat16(4, 4, seed=1)), None, torch.float32)
+        native.linear(bfloat16(1, 6, seed=1), native.pack(bfloat16(4, 4, seed=1))[0], None, torch.float32)
 
 
 # Attention
