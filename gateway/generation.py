@@ -1,4 +1,4 @@
-"""One call of Generate or GenerateStream: from checked fields to submissions, and from their outputs to choices."""
+"""One generation: from checked fields to submissions, and from their outputs to choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.detokenizer import Detokenizer, StopStrings
 from gateway.limits import Checked
 from gateway.pool import Pool
 from gateway.submission import EndRule
-from holdback.errors import HoldbackError, RequestAbortedError
+from holdback.errors import DeadlineExceededError, HoldbackError, RequestAbortedError
 from holdback.types import ModelInfo, RequestSpec, SamplingParams, TraceContext, Usage
 
 T = TypeVar("T")
@@ -24,17 +24,44 @@ SEED_BITS = 62  # a drawn seed leaves room for the index of a choice
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a call brings beside its message: milliseconds until its deadline, None without one, and its trace."""
+    """What a call brings beside its message.
 
-    deadline_ms: int | None = None
+    Attributes:
+        deadline: in seconds of the event loop's clock; None without one.
+        trace: the client's.
+        owner: who calls, as its API key says; empty without keys.
+    """
+
+    deadline: float | None = None
     trace: TraceContext = field(default_factory=TraceContext)
+    owner: str = ""
+
+    @property
+    def deadline_ms(self) -> int | None:
+        """Milliseconds that are left, at least 1; None without a deadline. Raises DeadlineExceededError."""
+        if self.deadline is None:
+            return None
+        left_s = self.deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise DeadlineExceededError("the deadline passed before the request could be submitted")
+        return max(1, int(left_s * 1000))
 
 
 class GenerationRun:
-    """One generation with its choices. Close it whatever happens; closing ends what still runs."""
+    """One generation with its choices. Close it whatever happens; closing ends what still runs.
 
-    def __init__(self, request_id: str, pool: Pool, checked: Checked) -> None:
+    Attributes:
+        request_id: unique among those that live on this gateway.
+        pool: that runs it.
+        owner: who may abort it.
+        seed: of choice 0, drawn where the request names none.
+        prompt_token_ids: once submitted.
+        choices: by index, once submitted.
+    """
+
+    def __init__(self, request_id: str, pool: Pool, checked: Checked, owner: str = "") -> None:
         self.request_id = request_id
+        self.owner = owner
         self.pool = pool
         self.seed = checked.sampling.seed if checked.seed_given else secrets.randbits(SEED_BITS)
         self.prompt_token_ids: Sequence[int] = ()

@@ -1,14 +1,12 @@
 """`holdback.v1.InferenceService`: what applications call.
 
-A generation goes: fields and limits, model, template and tokenizer, model limits, submission, then updates until every
-choice has its end. Whatever ends the call ends what it submitted: an error, a deadline, a client that went away.
+Whatever ends a call ends what it submitted: an error, a deadline, a client that went away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,26 +15,12 @@ import structlog
 
 from gateway.choice import Choice, ChoiceEnd, Delta
 from gateway.generation import CallContext, GenerationRun
-from gateway.limits import (
-    MAX_MODEL_NAME_BYTES,
-    check_bytes,
-    check_generation,
-    check_input,
-    check_num_tokens,
-    check_vocabulary,
-)
-from gateway.pool import Pool, Pools
+from gateway.generations import Generations
+from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes, check_input, check_num_tokens, check_vocabulary
+from gateway.pool import Pool
 from holdback import codec, rpc
-from holdback.errors import (
-    AlreadyExistsError,
-    DeadlineExceededError,
-    ErrorReason,
-    HoldbackError,
-    InternalError,
-    NotFoundError,
-    UnavailableError,
-)
-from holdback.types import ModelInfo, TraceContext
+from holdback.errors import HoldbackError, InternalError
+from holdback.types import TraceContext
 from holdback.v1 import inference_pb2, inference_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -48,25 +32,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves the pools of one gateway."""
 
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-        self._runs: dict[str, GenerationRun] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._is_draining = False
-
-    def drain(self) -> None:
-        """From now on every new call is refused; those that run go on."""
-        self._is_draining = True
-
-    async def wait_idle(self) -> None:
-        """Returns when no generation runs."""
-        await self._idle.wait()
-
-    def fail_all(self, error: HoldbackError) -> None:
-        """Ends every generation that still runs."""
-        for run in self._runs.values():
-            run.fail(error)
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._pools = generations.pools
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -106,13 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
         async with self._answering(context, even_when_draining=True):
-            run = self._runs.get(request.request_id)
-            if run is None:
-                raise NotFoundError(
-                    f"request_id is {request.request_id[:100]!r}; allowed: the id of a request that this gateway runs",
-                    reason=ErrorReason.REQUEST_NOT_FOUND,
-                )
-            run.abort()
+            self._generations.abort(request.request_id, owner="")
             return inference_pb2.AbortResponse()
 
     async def Tokenize(  # noqa: N802
@@ -155,8 +117,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _answering(self, context: Context, *, even_when_draining: bool = False) -> AsyncIterator[None]:
         """Turns exceptions into statuses; anything that is not ours becomes INTERNAL and a log line."""
         try:
-            if self._is_draining and not even_when_draining:
-                raise UnavailableError("the gateway is stopping; try another one", reason=ErrorReason.SHUTTING_DOWN)
+            if not even_when_draining:
+                self._generations.check_open()
             yield
         except HoldbackError as error:
             await rpc.abort(context, error)
@@ -167,46 +129,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     @contextlib.asynccontextmanager
     async def _generating(self, message: inference_pb2.Generation, context: Context) -> AsyncIterator[GenerationRun]:
         """A generation that has been submitted, and is ended with the call."""
-        checked = check_generation(message)
-        pool = self._pools.select(checked.model)
-        request_id = checked.request_id or f"gen-{uuid.uuid4().hex}"
-        if request_id in self._runs:
-            raise AlreadyExistsError(f"request_id is {request_id!r}, which is alive; allowed: another id")
-        run = GenerationRun(request_id, pool, checked)
-        self._runs[request_id] = run
-        self._idle.clear()
-        # the call's end is told at once, also while a message to a slow client is under way
-        context.add_done_callback(lambda _: run.close())  # type: ignore[arg-type]
-        try:
-            model, prompt_token_ids = await run.unless_failed(_prepare(pool, message))
-            run.submit(prompt_token_ids, model, _call_context(context))
+        async with self._generations.run(message, _call_context(context)) as run:
+            # the call's end is told at once, also while a message to a slow client is under way
+            context.add_done_callback(lambda _: run.close())  # type: ignore[arg-type]
             yield run
-        finally:
-            run.close()
-            del self._runs[request_id]
-            if not self._runs:
-                self._idle.set()
 
     def _select(self, name: str) -> Pool:
         check_bytes("model", name, MAX_MODEL_NAME_BYTES)
         return self._pools.select(name)
 
 
-async def _prepare(pool: Pool, message: inference_pb2.Generation) -> tuple[ModelInfo, list[int]]:
-    """The pool's model and the prompt's tokens. What is wrong with the input is said without waiting for a model."""
-    prompt_token_ids = await pool.tokenize(message)
-    return await pool.wait_for_model(), prompt_token_ids
-
-
 def _call_context(context: Context) -> CallContext:
     remaining_s = context.time_remaining()
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceededError("the deadline passed before the request could be submitted")
     metadata = dict(context.invocation_metadata() or ())
     values = [metadata.get(name, "") for name in ("traceparent", "tracestate")]
     traceparent, tracestate = (str(value) if len(value) <= MAX_TRACE_BYTES else "" for value in values)
-    deadline_ms = None if remaining_s is None else max(1, int(remaining_s * 1000))
-    return CallContext(deadline_ms, TraceContext(traceparent, tracestate))
+    deadline = None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
+    return CallContext(deadline, TraceContext(traceparent, tracestate))
 
 
 async def _prompt_text(run: GenerationRun, message: inference_pb2.Generation) -> str:

@@ -16,6 +16,7 @@ import structlog
 from gateway.chat import ChatTemplate
 from gateway.config import GatewayConfig, PoolConfig
 from gateway.engine_client import EngineClient
+from gateway.generations import Generations
 from gateway.inference import InferenceService
 from gateway.pool import Pool, Pools
 from gateway.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ class GatewayServer:
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
         self._server = rpc.create_server()
-        self._service = InferenceService(self.pools)
+        self._generations = Generations(self.pools)
         self._is_draining = False
         self._readiness_tasks: list[asyncio.Task[None]] = []
 
@@ -60,8 +61,8 @@ class GatewayServer:
         self.health_port = await self._health.start()
         session = secrets.token_hex(SESSION_BYTES)
         self.pools = Pools([await self._load_pool(pool, session) for pool in self._config.all_pools()])
-        self._service = InferenceService(self.pools)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._service, self._server)
+        self._generations = Generations(self.pools)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self._generations), self._server)
         self.port = rpc.bind(self._server, self._config.host, self._config.port)
         await self._server.start()
         for pool in self.pools:
@@ -74,20 +75,20 @@ class GatewayServer:
     async def drain(self) -> None:
         """Refuses new calls and returns when the running generations have ended; after `drain_timeout_s` they fail."""
         self._is_draining = True
-        self._service.drain()
+        self._generations.drain()
         await self._health.set_ready(False)
         log.info("gateway_drains", timeout_s=self._config.drain_timeout_s)
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                await self._service.wait_idle()
+                await self._generations.wait_idle()
         except TimeoutError:
             log.warning("gateway_drain_timed_out", timeout_s=self._config.drain_timeout_s)
 
     async def stop(self) -> None:
         """Ends what still runs with UNAVAILABLE (SHUTTING_DOWN), then the streams and servers."""
         self._is_draining = True
-        self._service.drain()
-        self._service.fail_all(UnavailableError("the gateway stopped", reason=ErrorReason.SHUTTING_DOWN))
+        self._generations.drain()
+        self._generations.fail_all(UnavailableError("the gateway stopped", reason=ErrorReason.SHUTTING_DOWN))
         await self._server.stop(STOP_GRACE_S)
         for task in self._readiness_tasks:
             task.cancel()

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.generations import Generations
 from gateway.inference import InferenceService
 from gateway.server import GatewayServer
 from holdback import rpc
@@ -231,7 +232,7 @@ async def test_a_slow_reader_gets_merged_pieces_and_slows_nobody(
     gateway = await make_gateway(scheduler=scheduler.target)
     message = inference_pb2.Generation(text="x", sampling=types_pb2.SamplingParams(max_tokens=1000))
     context: Any = Reader()
-    slow = InferenceService(gateway.pools).GenerateStream(
+    slow = InferenceService(Generations(gateway.pools)).GenerateStream(
         inference_pb2.GenerateStreamRequest(generation=message), context
     )
     assert (await anext(slow)).HasField("started")
