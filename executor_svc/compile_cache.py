@@ -188,12 +188,15 @@ class CompileCache:
         return self._graphs / f"{key.phase.value}-{key.size}-{key.context}-{digest}.json"
 
     def _is_whole(self, path: pathlib.Path) -> bool:
-        """There is a record, and every artifact that it names is there in full."""
+        """There is a record, and no artifact that it names is gone or shorter.
+
+        One may be longer: when the record was made, another process may have been in the middle of writing it.
+        """
         try:
             if path.stat().st_size > _MAX_RECORD_BYTES:
                 return False
             artifacts = json.loads(path.read_bytes())["artifacts"]
-            return all((self.folder / name).stat().st_size == size for name, size in artifacts.items())
+            return all((self.folder / name).stat().st_size >= size for name, size in artifacts.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import bisect
 import threading
+import time
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import structlog
 
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs
+from executor_svc.progress import ProgressBar
 from executor_svc.requests import refuse
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.types import GraphLatency, Phase, SamplingParams
@@ -45,38 +48,73 @@ class DeclaredGraphs:
         return GraphKey(phase, size, contexts[index])
 
 
-def warm_up(device: Device, stop: threading.Event | None = None) -> tuple[GraphLatency, ...]:
-    """Builds and times every declared graph, then resets the device. One log line for each graph.
+def warm_up(device: Device, stop: threading.Event | None = None, *, is_timed: bool = True) -> tuple[GraphLatency, ...]:
+    """Builds and times every declared graph, then resets the device. One log line for each graph, and one for all.
 
-    The first run of a graph is not timed, for it may compile. A graph whose context is data is timed at its smallest
-    and its largest context.
+    The first run of a graph builds it and is not among its times. A graph whose context is data is timed at its
+    smallest and its largest context.
 
     Args:
         device: nothing may run on it. The runs write to the sink and to the padding row of `last_token` alone.
         stop: ends the warm-up between two graphs when it is set.
+        is_timed: False builds the graphs and returns no times.
 
     Raises:
+        ConfigError: a graph must be in the compile cache, and is not.
         UnavailableError: `stop` was set.
     """
     graphs = device.declared_graphs()
     latencies: list[GraphLatency] = []
-    for number, key in enumerate(graphs, start=1):
-        if stop is not None and stop.is_set():
-            raise UnavailableError("warm-up was stopped", reason=ErrorReason.SHUTTING_DOWN)
-        contexts = _contexts_to_time(device, key)
-        _run(device, key, contexts[0])
-        timed = [GraphLatency(key.phase, key.size, context, _run(device, key, context)) for context in contexts]
-        latencies += timed
-        log.info(
-            "graph_ready",
-            phase=key.phase.value,
-            size=key.size,
-            latency_us={latency.context: latency.latency_us for latency in timed},
-            number=number,
-            of=len(graphs),
-        )
+    started_s = time.perf_counter()
+    with ProgressBar(len(graphs), "graph") as bar:
+        for number, key in enumerate(graphs, start=1):
+            if stop is not None and stop.is_set():
+                raise UnavailableError("warm-up was stopped", reason=ErrorReason.SHUTTING_DOWN)
+            contexts = _contexts_to_time(device, key)
+            is_hit, build_s = _build(device, key, contexts[0])
+            timed = [GraphLatency(key.phase, key.size, at, _run(device, key, at)) for at in contexts if is_timed]
+            latencies += timed
+            bar.advance(
+                partial(
+                    log.info,
+                    "graph_ready",
+                    phase=key.phase.value,
+                    size=key.size,
+                    context=key.context,
+                    latency_us={latency.context: latency.latency_us for latency in timed},
+                    is_hit=is_hit,
+                    build_s=round(build_s, 3),
+                    number=number,
+                    of=len(graphs),
+                )
+            )
     device.reset()
+    _log_summary(device, len(graphs), time.perf_counter() - started_s)
     return tuple(latencies)
+
+
+def _build(device: Device, key: GraphKey, context: int) -> tuple[bool | None, float]:
+    """The first run of a graph. Whether its compile cache had it, None without one, and the seconds that it took."""
+    cache = device.compile_cache
+    is_hit = None if cache is None else cache.graph(key, device.limits).is_hit
+    started_s = time.perf_counter()
+    _run(device, key, context)
+    build_s = time.perf_counter() - started_s
+    if cache is not None:
+        cache.record(key, device.limits, build_s)
+    return is_hit, build_s
+
+
+def _log_summary(device: Device, num_graphs: int, seconds: float) -> None:
+    counts = device.compiled
+    log.info(
+        "graphs_ready",
+        device=device.kind,
+        num_graphs=num_graphs,
+        num_hits=None if counts is None else counts.num_hits,
+        num_misses=None if counts is None else counts.num_misses,
+        seconds=round(seconds, 3),
+    )
 
 
 def _contexts_to_time(device: Device, key: GraphKey) -> list[int]:

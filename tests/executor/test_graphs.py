@@ -75,12 +75,14 @@ def test_warm_up_writes_to_the_sink_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_graph_has_a_line_of_progress() -> None:
     with structlog.testing.capture_logs() as lines:
         warm_up(build_device(prefill_buckets=(4,), seqs_buckets=(1, 2), latencies=LATENCIES))
-    assert [(line["event"], line["phase"], line["size"], line["number"], line["of"]) for line in lines] == [
-        ("graph_ready", "prefill", 4, 1, 3),
-        ("graph_ready", "decode", 1, 2, 3),
-        ("graph_ready", "decode", 2, 3, 3),
+    ready = [line for line in lines if line["event"] == "graph_ready"]
+    assert [(line["phase"], line["size"], line["context"], line["number"], line["of"]) for line in ready] == [
+        ("prefill", 4, 32, 1, 3),
+        ("decode", 1, 32, 2, 3),
+        ("decode", 2, 32, 3, 3),
     ]
-    assert lines[0]["latency_us"] == {0: 40, 28: 40}
+    assert ready[0]["latency_us"] == {0: 40, 28: 40}
+    assert (lines[-1]["event"], lines[-1]["num_graphs"], lines[-1]["num_misses"]) == ("graphs_ready", 3, None)
 
 
 def test_a_warm_up_can_be_stopped() -> None:
