@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from executor_svc.draw import draw
-from holdback.errors import InvalidArgumentError
+from executor_svc.sampling_rules import RequestRules, check_token_ids
 from holdback.types import RequestSpec, SamplingParams, TokenLogprobs
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -50,44 +50,6 @@ class Sampled:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
-class _Rules:
-    """What one request's parameters do to its logits before a token is chosen, as tensors made once."""
-
-    def __init__(self, params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.params = params
-        self.allowed = None
-        if params.allowed_token_ids is not None:
-            self.allowed = _token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
-        self.biased = _token_ids("logit_bias", list(params.logit_bias), vocab_size)
-        self.biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-        ending = {*eos_token_ids, *params.stop_token_ids}
-        if params.allowed_token_ids is not None and ending.issuperset(params.allowed_token_ids):
-            ending = set()  # a ban of everything allowed would leave nothing to sample
-        self.ending = _token_ids("stop_token_ids", sorted(ending), vocab_size)
-        self.counts_outputs = params.presence_penalty != 0 or params.frequency_penalty != 0
-        self.counts_prompt = params.repetition_penalty != 1
-
-    @property
-    def has_counts(self) -> bool:
-        return self.counts_outputs or self.counts_prompt
-
-    def changes(self, num_outputs: int) -> bool:
-        """Whether output `num_outputs` is chosen from other logits than the model's."""
-        bans = num_outputs < self.params.min_tokens and len(self.ending) > 0
-        return bans or self.allowed is not None or len(self.biased) > 0 or self.has_counts
-
-    def decides(self, num_outputs: int) -> bool:
-        """Whether output `num_outputs` may be another token than the largest of the model's logits."""
-        return self.params.temperature > 0 or self.changes(num_outputs)
-
-
-def _token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidArgumentError.of(name, token_id, f"[0, {vocab_size}), the vocabulary of the model")
-    return torch.tensor(list(token_ids), dtype=torch.long)
-
-
 class Sampler:
     """Samples for one model. Everything runs in the order of the calls."""
 
@@ -98,7 +60,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._rank = rank
-        self._rules: dict[int, _Rules] = {}
+        self._rules: dict[int, RequestRules] = {}
         self._num_drawn: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
 
@@ -116,8 +78,8 @@ class Sampler:
         """
         rules = self._make_rules(spec.sampling)
         if rules.has_counts:
-            prompt = _token_ids("prompt_token_ids", spec.prompt_token_ids, self._vocab_size)
-            outputs = _token_ids("output_token_ids", spec.output_token_ids, self._vocab_size)
+            prompt = check_token_ids("prompt_token_ids", spec.prompt_token_ids, self._vocab_size)
+            outputs = check_token_ids("output_token_ids", spec.output_token_ids, self._vocab_size)
             num_drawn, in_prompt = self._counts()
             num_drawn[slot] = torch.bincount(outputs, minlength=self._vocab_size)
             in_prompt[slot] = False
@@ -152,10 +114,10 @@ class Sampler:
         self._count(token_ids, rules, slots)
         return Sampled(token_ids, sorted(failed), self._logprobs(logits, token_ids, rules, failed))
 
-    def _make_rules(self, params: SamplingParams) -> _Rules:
-        return _Rules(params, self._vocab_size, self._eos_token_ids)
+    def _make_rules(self, params: SamplingParams) -> RequestRules:
+        return RequestRules(params, self._vocab_size, self._eos_token_ids)
 
-    def _rules_of(self, slot: int, params: SamplingParams) -> _Rules:
+    def _rules_of(self, slot: int, params: SamplingParams) -> RequestRules:
         """Those that `start_request` made, unless the row is not the slot's request, as in a warm-up."""
         rules = self._rules.get(slot)
         return rules if rules is not None and rules.params is params else self._make_rules(params)
@@ -169,7 +131,7 @@ class Sampler:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool)
         return self._num_drawn, self._in_prompt
 
-    def _adjusted(self, row: torch.Tensor, rules: _Rules, num_outputs: int, slot: int) -> torch.Tensor:
+    def _adjusted(self, row: torch.Tensor, rules: RequestRules, num_outputs: int, slot: int) -> torch.Tensor:
         if rules.allowed is not None:
             row = torch.full_like(row, float("-inf")).index_copy_(0, rules.allowed, row[rules.allowed])
         row = row.index_add(0, rules.biased, rules.biases)
@@ -177,7 +139,7 @@ class Sampler:
             row = row.index_fill(0, rules.ending, float("-inf"))
         return self._penalized(row, rules, slot) if rules.has_counts else row
 
-    def _penalized(self, row: torch.Tensor, rules: _Rules, slot: int) -> torch.Tensor:
+    def _penalized(self, row: torch.Tensor, rules: RequestRules, slot: int) -> torch.Tensor:
         num_drawn, in_prompt = (table[slot] for table in self._counts())
         params = rules.params
         if rules.counts_prompt:
@@ -190,7 +152,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         uniform: torch.Tensor,
-        rules: Sequence[_Rules],
+        rules: Sequence[RequestRules],
         num_outputs: Sequence[int],
         slots: Sequence[int],
     ) -> torch.Tensor:
@@ -204,13 +166,13 @@ class Sampler:
             token_ids[drawn] = draw(logits[drawn], [rules[row].params for row in drawn], uniform[drawn])
         return token_ids
 
-    def _count(self, token_ids: torch.Tensor, rules: Sequence[_Rules], slots: Sequence[int]) -> None:
+    def _count(self, token_ids: torch.Tensor, rules: Sequence[RequestRules], slots: Sequence[int]) -> None:
         for row, rule in enumerate(rules):
             if rule.has_counts:
                 self._counts()[0][slots[row], token_ids[row]] += 1
 
     def _logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, rules: Sequence[_Rules], failed: set[int]
+        self, logits: torch.Tensor, token_ids: torch.Tensor, rules: Sequence[RequestRules], failed: set[int]
     ) -> list[TokenLogprobs | None]:
         """Of the model's own logits, whatever was done to them for sampling."""
         if all(rule.params.num_logprobs is None for rule in rules):
