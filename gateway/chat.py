@@ -2,13 +2,12 @@
 
 Templates come from model directories only, never from a request. They run in Jinja's immutable sandbox with the
 conventions of the transformers library: `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, loop
-controls, `{% generation %}` blocks, and the special tokens by name. What a template may write is bounded; how long it
-may run is not yet, which is why `render` is a coroutine: where it runs can change without its callers.
+controls, `{% generation %}` blocks, and the special tokens by name. What a template may write is bounded here; how long
+it may run, and with how much memory, is bounded by the process that it runs in, see `template_workers`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -27,19 +26,17 @@ MAX_RENDERED_CHARS = 8 * 1024 * 1024
 
 
 class ChatTemplate:
-    """One model's chat template."""
+    """One model's chat template.
+
+    Attributes:
+        source: Jinja; None for a model that has no template, which refuses every conversation.
+        special_tokens: variables such as `bos_token`.
+    """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """Compiles the template.
-
-        Args:
-            source: Jinja source; None for a model that has no template, which refuses every conversation.
-            special_tokens: variables such as `bos_token`.
-
-        Raises:
-            ConfigError: the source is no template.
-        """
-        self._special_tokens = dict(special_tokens)
+        """Compiles the template. Raises ConfigError for a source that is none."""
+        self.source = source
+        self.special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         if source is not None:
             try:
@@ -47,13 +44,8 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 raise ConfigError(f"the chat template cannot be read: {error}") from None
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt for a conversation, special tokens written out, ready for the assistant to speak.
-
-        Raises:
-            InvalidArgumentError: there is no message, there is no template, or the template refused the messages;
-                then the error has the template's own message and the reason CHAT_TEMPLATE_FAILED.
-        """
+    def check(self, messages: Sequence[Mapping[str, Any]]) -> jinja2.Template:
+        """The compiled template. Raises InvalidArgumentError where none need be asked: no message, or no template."""
         if not messages:
             raise InvalidArgumentError(
                 "chat.messages has 0 messages; allowed: at least one",
@@ -69,16 +61,23 @@ class ChatTemplate:
                 limit="text or token_ids, for this model",
                 reason=ErrorReason.CHAT_TEMPLATE_FAILED,
             )
-        return await asyncio.to_thread(self._render, self._template, [dict(message) for message in messages])
+        return self._template
 
-    def _render(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> str:
-        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt for a conversation, special tokens written out, ready for the assistant to speak.
+
+        Raises:
+            InvalidArgumentError: there is no message, there is no template, or the template refused the messages;
+                then the error has the template's own message and the reason CHAT_TEMPLATE_FAILED.
+        """
+        template = self.check(messages)
+        variables = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return _join_bounded(template.generate(**(self._special_tokens | variables)))
+            return _join_bounded(template.generate(**(self.special_tokens | variables)))
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise _failed(str(error) or type(error).__name__) from error
+            raise template_failed(str(error) or type(error).__name__) from error
         except RecursionError:
-            raise _failed("the template calls itself too deeply") from None
+            raise template_failed("the template calls itself too deeply") from None
 
 
 def _join_bounded(pieces: Any) -> str:
@@ -86,14 +85,20 @@ def _join_bounded(pieces: Any) -> str:
     for piece in pieces:
         num_chars += len(piece)
         if num_chars > MAX_RENDERED_CHARS:
-            raise _failed(f"the template writes more than {MAX_RENDERED_CHARS} characters")
+            raise template_failed(f"the template writes more than {MAX_RENDERED_CHARS} characters")
         taken.append(piece)
     return "".join(taken)
 
 
-def _failed(message: str) -> InvalidArgumentError:
+def template_failed(why: str) -> InvalidArgumentError:
+    """The error of a client whose messages a template did not take, with the reason why not."""
+    return template_error(f"the chat template refused chat.messages: {why}")
+
+
+def template_error(message: str) -> InvalidArgumentError:
+    """The same from the whole message."""
     return InvalidArgumentError(
-        f"the chat template refused chat.messages: {message}",
+        message,
         field="chat.messages",
         value="messages",
         limit="what the model's chat template accepts",

@@ -52,6 +52,9 @@ class GatewayConfig(ServiceConfig):
     scheduler_loss_timeout_s: float = pydantic.Field(
         60.0, gt=0, le=86400, description="how long requests wait for a scheduler that cannot be reached"
     )
+    template_timeout_s: float = pydantic.Field(
+        2.0, gt=0, le=3600, description="how long a chat template may take; then the request is refused"
+    )
     drain_timeout_s: float = pydantic.Field(
         120.0, ge=0, le=86400, description="how long running requests may go on once the gateway is told to stop"
     )

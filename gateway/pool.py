@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.chat import ChatTemplate
 from gateway.engine_client import EngineClient
+from gateway.template_workers import WorkerTemplate
 from gateway.tokenizer import Tokenizer
 from holdback import codec
 from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError, NotFoundError
@@ -31,7 +31,7 @@ class Pool:
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
-    chat_template: ChatTemplate
+    chat_template: WorkerTemplate
     engine: EngineClient
     _checked_model: ModelInfo | None = field(default=None, init=False)
     _mismatch: str | None = field(default=None, init=False)

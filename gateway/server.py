@@ -19,6 +19,7 @@ from gateway.engine_client import EngineClient
 from gateway.generations import Generations
 from gateway.inference import InferenceService
 from gateway.pool import Pool, Pools
+from gateway.template_workers import TemplateWorkers
 from gateway.tokenizer import Tokenizer
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
@@ -39,6 +40,7 @@ class GatewayServer:
         port: of the services, once started.
         health_port: of `grpc.health.v1`, once started.
         pools: what is served, once started.
+        templates: where chat templates run; a process is started for the first one, unless one is there.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -49,6 +51,7 @@ class GatewayServer:
         self._health = HealthServer(config.host, config.health_port)
         self._server = rpc.create_server()
         self._generations = Generations(self.pools)
+        self.templates = TemplateWorkers(config.template_timeout_s)
         self._is_draining = False
         self._readiness_tasks: list[asyncio.Task[None]] = []
 
@@ -95,6 +98,7 @@ class GatewayServer:
         for pool in self.pools:
             await pool.engine.close()
             pool.tokenizer.close()
+        await self.templates.close()
         await self._health.stop()
         log.info("gateway_stopped")
 
@@ -106,7 +110,7 @@ class GatewayServer:
             gateway_id=self._config.gateway_id,
             loss_timeout_s=self._config.scheduler_loss_timeout_s,
         )
-        template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        template = self.templates.add(ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens))
         return Pool(config.served_model_names, tokenizer, template, engine)
 
     async def _report_readiness(self, pool: Pool) -> None:
@@ -129,6 +133,7 @@ async def serve(config: GatewayConfig) -> None:
     server = GatewayServer(config)
     try:
         await server.start()
+        await server.templates.start()
         await stop.wait()
         await _drain_unless(hurry, server)
     finally:

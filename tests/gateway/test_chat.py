@@ -18,13 +18,13 @@ USER = [{"role": "user", "content": "hi"}]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-async def render(source: str | None, messages: Sequence[Mapping[str, Any]] = USER) -> str:
-    return await ChatTemplate(source, SPECIAL_TOKENS).render(messages)
+def render(source: str | None, messages: Sequence[Mapping[str, Any]] = USER) -> str:
+    return ChatTemplate(source, SPECIAL_TOKENS).render(messages)
 
 
-async def refusal(source: str | None, messages: Sequence[Mapping[str, Any]] = USER) -> InvalidArgumentError:
+def refusal(source: str | None, messages: Sequence[Mapping[str, Any]] = USER) -> InvalidArgumentError:
     with pytest.raises(InvalidArgumentError) as caught:
-        await render(source, messages)
+        render(source, messages)
     return caught.value
 
 
@@ -41,7 +41,7 @@ async def refusal(source: str | None, messages: Sequence[Mapping[str, Any]] = US
         "{{ messages[0].content | trim }}|{{ messages[-1]['content'][::-1] }}|{{ messages[1:] | length }}",
     ],
 )
-async def test_a_template_renders_as_transformers_renders_it(source: str) -> None:
+def test_a_template_renders_as_transformers_renders_it(source: str) -> None:
     messages = [{"role": "user", "content": " hé <b> "}, {"role": "assistant", "content": "yes"}]
     rendered: Any = render_jinja_template(
         [messages],
@@ -50,17 +50,17 @@ async def test_a_template_renders_as_transformers_renders_it(source: str) -> Non
         bos_token="<s>",
         eos_token="</s>",
     )
-    assert await render(source, messages) == rendered[0][0]
+    assert render(source, messages) == rendered[0][0]
 
 
-async def test_a_template_may_tell_the_date() -> None:
+def test_a_template_may_tell_the_date() -> None:
     today = datetime.datetime.now().strftime("%Y")
-    assert await render("{{ strftime_now('%Y') }}") == today
+    assert render("{{ strftime_now('%Y') }}") == today
 
 
 @pytest.mark.case("B51")
-async def test_what_a_template_raises_is_the_clients_error_with_its_message() -> None:
-    error = await refusal("{{ raise_exception('roles must alternate') }}")
+def test_what_a_template_raises_is_the_clients_error_with_its_message() -> None:
+    error = refusal("{{ raise_exception('roles must alternate') }}")
     assert error.reason is ErrorReason.CHAT_TEMPLATE_FAILED
     assert error.field == "chat.messages"
     assert error.message == "the chat template refused chat.messages: roles must alternate"
@@ -78,21 +78,21 @@ async def test_what_a_template_raises_is_the_clients_error_with_its_message() ->
         "{{ messages.missing() }}",
     ],
 )
-async def test_a_template_that_fails_is_the_clients_error(source: str) -> None:
-    assert (await refusal(source)).reason is ErrorReason.CHAT_TEMPLATE_FAILED
+def test_a_template_that_fails_is_the_clients_error(source: str) -> None:
+    assert refusal(source).reason is ErrorReason.CHAT_TEMPLATE_FAILED
 
 
 @pytest.mark.case("B51")
-async def test_a_model_without_template_says_what_to_send_instead() -> None:
-    error = await refusal(None)
+def test_a_model_without_template_says_what_to_send_instead() -> None:
+    error = refusal(None)
     assert error.message == "chat is set, but the model has no chat template; allowed: text or token_ids"
     assert error.reason is ErrorReason.CHAT_TEMPLATE_FAILED
 
 
 @pytest.mark.case("B50")
-async def test_no_messages_are_refused_and_an_empty_content_is_not() -> None:
-    assert (await refusal(CHAT_TEMPLATE, [])).field == "chat.messages"
-    rendered = await render(CHAT_TEMPLATE, [{"role": "user", "content": ""}])
+def test_no_messages_are_refused_and_an_empty_content_is_not() -> None:
+    assert refusal(CHAT_TEMPLATE, []).field == "chat.messages"
+    rendered = render(CHAT_TEMPLATE, [{"role": "user", "content": ""}])
     assert rendered == "<s><|user|>user: <|end|>assistant:"
 
 
@@ -107,15 +107,15 @@ async def test_no_messages_are_refused_and_an_empty_content_is_not() -> None:
         "{{ lipsum(n=100000) }}",
     ],
 )
-async def test_a_template_reaches_nothing_outside_its_sandbox(source: str) -> None:
-    assert (await refusal(source)).reason is ErrorReason.CHAT_TEMPLATE_FAILED
+def test_a_template_reaches_nothing_outside_its_sandbox(source: str) -> None:
+    assert refusal(source).reason is ErrorReason.CHAT_TEMPLATE_FAILED
 
 
 @pytest.mark.case("B72")
-async def test_what_a_template_writes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_template_writes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 1000)
     source = "{% for i in range(10000) %}{% for j in range(10000) %}0123456789{% endfor %}{% endfor %}"
-    assert "writes more than 1000 characters" in (await refusal(source)).message
+    assert "writes more than 1000 characters" in refusal(source).message
 
 
 def test_a_source_that_is_no_template_is_refused_at_start() -> None:

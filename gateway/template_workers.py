@@ -1,0 +1,154 @@
+"""Where chat templates run: a few processes, each of which is ended and replaced when a template takes too long.
+
+A template is a program of the model's author that works on a client's text. In a process of its own it can hold up
+nobody else's tokens, cannot be given time without end, and has a limit of memory. Processes start when they are
+needed, the first one with `start`.
+
+What is not covered: a conversation waits while all processes render others, each for at most the time that it may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from gateway.chat import ChatTemplate, template_error, template_failed
+from gateway.template_process import HEADER, pack
+from holdback.errors import InternalError
+from holdback.parent import PARENT_VARIABLE
+
+log = structlog.get_logger(__name__)
+
+NUM_WORKERS = 2
+START_TIMEOUT_S = 60.0
+MEMORY_BYTES = 1024**3
+ENVIRONMENT = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "TZ")
+"""All of the gateway's environment that a template's process gets: nothing in it is secret."""
+
+
+class WorkerTemplate:
+    """One model's template, rendered in a worker."""
+
+    def __init__(self, workers: TemplateWorkers, number: int, template: ChatTemplate) -> None:
+        self._workers = workers
+        self._number = number
+        self._template = template
+
+    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """As `ChatTemplate.render`; a template that takes too long or too much memory refuses the messages too."""
+        self._template.check(messages)
+        return await self._workers.render(self._number, messages)
+
+
+class TemplateWorkers:
+    """The processes, and the templates that all of them know."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._templates: list[ChatTemplate] = []
+        self._idle: list[_Worker] = []
+        self._busy: set[asyncio.Task[str]] = set()
+        self._free = asyncio.Semaphore(NUM_WORKERS)
+
+    def add(self, template: ChatTemplate) -> WorkerTemplate:
+        """Makes a template known; before `start`."""
+        self._templates.append(template)
+        return WorkerTemplate(self, len(self._templates) - 1, template)
+
+    async def start(self) -> None:
+        """Starts the first process. Raises InternalError when it does not come up."""
+        self._idle.append(await self._start_worker())
+
+    async def render(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt of a conversation. Raises InvalidArgumentError when the template does not give one in time."""
+        async with self._free:
+            # Who gave up does not leave an answer behind that the next would read: the exchange goes on without it.
+            task = asyncio.create_task(self._render(number, messages))
+            self._busy.add(task)
+            task.add_done_callback(self._busy.discard)
+            return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        for task in self._busy:
+            task.cancel()
+        await asyncio.gather(*self._busy, return_exceptions=True)
+        while self._idle:
+            await self._idle.pop().end()
+
+    async def _render(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
+        worker = self._idle.pop() if self._idle else await self._start_worker()
+        is_fit = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await worker.ask({"template": number, "messages": [dict(message) for message in messages]})
+            is_fit = True
+        except TimeoutError:
+            raise template_failed(f"it took longer than template_timeout_s, which is {self._timeout_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise template_failed("it ended the process that rendered it") from None
+        finally:
+            if is_fit:
+                self._idle.append(worker)
+            else:
+                log.warning("template_worker_replaced", worker_pid=worker.pid, template=number)
+                await worker.end()
+        if "error" in answer:
+            raise template_error(answer["error"])
+        return str(answer["text"])
+
+    async def _start_worker(self) -> _Worker:
+        worker = await _Worker.start()
+        hello = [{"source": entry.source, "special_tokens": entry.special_tokens} for entry in self._templates]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.ask({"memory_bytes": MEMORY_BYTES, "templates": hello})
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            await worker.end()
+            raise InternalError(f"the process for chat templates did not start within {START_TIMEOUT_S:g} s") from None
+        return worker
+
+
+class _Worker:
+    """One process, which answers one question at a time."""
+
+    def __init__(self, child: asyncio.subprocess.Process) -> None:
+        if child.stdin is None or child.stdout is None:
+            raise InternalError("a process for chat templates was started without pipes")
+        self._child, self._stdin, self._stdout = child, child.stdin, child.stdout
+        self.pid = child.pid
+
+    @classmethod
+    async def start(cls) -> _Worker:
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # what lies in the working directory is no module of ours
+                "-m",
+                "gateway.template_process",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment | {PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,  # Ctrl-C is for the gateway, which still drains
+            )
+        )
+
+    async def ask(self, message: Any) -> Any:
+        self._stdin.write(pack(message))
+        await self._stdin.drain()
+        (size,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
+        return json.loads(await self._stdout.readexactly(size))
+
+    async def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._child.kill()
+        await self._child.wait()
+        self._stdin.close()

@@ -1,0 +1,131 @@
+"""Templates run in processes that nothing they do can hold up, and that are replaced when they do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from gateway.chat import ChatTemplate
+from gateway.template_workers import TemplateWorkers, WorkerTemplate
+from holdback.errors import ErrorReason, InvalidArgumentError
+
+USER = [{"role": "user", "content": "h\u00e9"}]
+ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+ON_REQUEST = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+HUNGRY = "{% set x = 'a' * 1500000000 %}{{ x | length }}"
+SLOW = [{"role": "user", "content": "slow"}]
+
+pytestmark = pytest.mark.loopback  # real processes
+
+Start = Callable[..., Awaitable[tuple[TemplateWorkers, list[WorkerTemplate]]]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    made: list[TemplateWorkers] = []
+
+    async def start(*sources: str | None, timeout_s: float = 30.0) -> tuple[TemplateWorkers, list[WorkerTemplate]]:
+        workers = TemplateWorkers(timeout_s)
+        made.append(workers)
+        templates = [workers.add(ChatTemplate(source, {"bos_token": "<s>"})) for source in sources]
+        await workers.start()
+        return workers, templates
+
+    yield start
+    for workers in made:
+        await workers.close()
+
+
+async def refusal(template: WorkerTemplate, messages: list[dict[str, str]] = USER) -> InvalidArgumentError:
+    with pytest.raises(InvalidArgumentError) as caught:
+        await template.render(messages)
+    assert caught.value.reason is ErrorReason.CHAT_TEMPLATE_FAILED
+    return caught.value
+
+
+async def test_each_model_has_its_own_template(start: Start) -> None:
+    _, templates = await start("{{ bos_token }}{{ messages[0].content }}", "other {{ messages[0].role }}")
+    assert [await template.render(USER) for template in templates] == ["<s>h\u00e9", "other user"]
+
+
+@pytest.mark.case("B51")
+async def test_what_a_template_raises_comes_back_with_its_message(start: Start) -> None:
+    _, [template] = await start("{{ raise_exception('roles must alternate') }}")
+    error = await refusal(template)
+    assert error.message == "the chat template refused chat.messages: roles must alternate"
+    assert error.field == "chat.messages"
+
+
+@pytest.mark.case("B51")
+async def test_a_model_without_template_refuses_every_conversation(start: Start) -> None:
+    _, [template] = await start(None)
+    assert "no chat template" in (await refusal(template)).message
+
+
+@pytest.mark.case("B72")
+async def test_a_template_that_takes_too_long_is_ended_and_the_next_conversation_is_served(start: Start) -> None:
+    _, [template] = await start(ON_REQUEST, timeout_s=0.5)
+    error = await refusal(template, SLOW)
+    assert error.message.endswith("it took longer than template_timeout_s, which is 0.5 s")
+    assert await template.render(USER) == "h\u00e9"
+
+
+@pytest.mark.case("B72")
+async def test_the_loop_and_other_conversations_go_on_while_one_is_slow(start: Start) -> None:
+    _, [template] = await start(ON_REQUEST)
+    slow = asyncio.create_task(template.render(SLOW))
+    answers = [await template.render(USER) for _ in range(3)]  # a second process is started for them
+    assert answers == ["h\u00e9"] * 3
+    assert not slow.done()
+    slow.cancel()
+
+
+@pytest.mark.case("B72")
+async def test_a_template_that_wants_too_much_memory_is_refused(start: Start) -> None:
+    _, [template] = await start(HUNGRY)
+    assert "more memory than it may have" in (await refusal(template)).message
+
+
+async def test_a_process_that_dies_fails_its_conversation_and_no_other(start: Start) -> None:
+    workers, [template] = await start(ON_REQUEST)
+    pid = workers._idle[0].pid
+    slow = asyncio.create_task(template.render(SLOW))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the exchange has a task of its own
+    assert not workers._idle
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(InvalidArgumentError, match="it ended the process"):
+        await slow
+    assert await template.render(USER) == "h\u00e9"
+
+
+async def test_who_gives_up_leaves_no_answer_for_the_next(start: Start) -> None:
+    _, [template] = await start("{{ messages[0].content }}")
+    given_up = asyncio.create_task(template.render([{"role": "user", "content": "theirs"}]))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert await template.render(USER) == "h\u00e9"
+
+
+async def test_nothing_runs_on_after_the_end(start: Start) -> None:
+    workers, [template] = await start(ON_REQUEST)
+    pids = [workers._idle[0].pid]
+    slow = asyncio.create_task(template.render(SLOW))
+    await template.render(USER)
+    pids.append(workers._idle[0].pid)
+    await workers.close()
+    await asyncio.gather(slow, return_exceptions=True)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_the_process_gets_nothing_secret(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDBACK_SECRET", "x")
+    workers, _ = await start("x")
+    with open(f"/proc/{workers._idle[0].pid}/environ", "rb") as file:  # noqa: ASYNC230, PTH123
+        assert b"HOLDBACK_SECRET" not in file.read()
