@@ -92,6 +92,9 @@ class ExecutorConfig(ServiceConfig):
         False, description="start only if everything is in the compile cache, else status 2"
     )
     compile_only: bool = pydantic.Field(False, description="fill the compile cache and end, without a scheduler")
+    tensor_parallel_size: int = pydantic.Field(
+        1, ge=1, le=256, description="processes that share the model, each with a part of every layer; 1: this one alone"
+    )
     executor_id: str | None = pydantic.Field(
         None, min_length=1, max_length=128, description="name for people and logs; null: host name and process id"
     )
@@ -174,6 +177,8 @@ class ExecutorConfig(ServiceConfig):
     def _device_has_what_it_needs(self) -> Self:
         if self.device != "simulated" and self.model is None:
             raise ValueError(f"model is required by the device {self.device}")
+        if self.device == "simulated" and self.tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; allowed on the device simulated: 1")
         self._check_kv_memory()
         return self
 

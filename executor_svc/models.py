@@ -11,7 +11,7 @@ import contextlib
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +21,9 @@ from executor_svc.fingerprint import fingerprint
 from executor_svc.model_directory import list_weights, read_config, read_json, refuse
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
+
+if TYPE_CHECKING:
+    from executor_svc.parallel.group import RankGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,13 +78,16 @@ class LoadedModel:
         return logits.flatten(0, 1).float()
 
 
-def load_model(directory: pathlib.Path, dtype: str, max_model_len: int | None = None) -> LoadedModel:
+def load_model(
+    directory: pathlib.Path, dtype: str, max_model_len: int | None = None, ranks: RankGroup | None = None
+) -> LoadedModel:
     """Loads a model to run with paged attention. Whether it can is for `model_probe` to find out.
 
     Args:
         directory: in Hugging Face layout.
         dtype: "float32" or "bfloat16"; weights are cast.
         max_model_len: lowers the model's own limit; None takes that.
+        ranks: those that share the model; then this one's share alone is read. Only rank 0 takes the fingerprint.
 
     Raises:
         ConfigError: the directory is no model that can be run, or `max_model_len` is beyond the model's limit.
@@ -92,10 +98,10 @@ def load_model(directory: pathlib.Path, dtype: str, max_model_len: int | None = 
     weights = list_weights(directory)
     attention.register()
     with quiet_transformers():
-        module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION)
+        module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION, ranks=ranks)
     text_config = module.config.get_text_config(decoder=True)
     info = ModelInfo(
-        fingerprint=fingerprint(config, weights, dtype),
+        fingerprint=fingerprint(config, weights, dtype) if ranks is None or ranks.rank == 0 else "",
         name=directory.resolve().name,
         vocab_size=int(text_config.vocab_size),
         eos_token_ids=_eos_token_ids(directory, config, int(text_config.vocab_size)),
@@ -111,7 +117,10 @@ def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
     return _load_module(directory, dtype, attn_implementation="sdpa")
 
 
-def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str) -> Any:
+def _load_module(
+    directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str, ranks: RankGroup | None = None
+) -> Any:
+    shared_loading = {} if ranks is None else ranks.loading_arguments(_parsed_config(directory))
     auto_class: Any = transformers.AutoModelForCausalLM
     try:
         module, report = auto_class.from_pretrained(
@@ -122,6 +131,7 @@ def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementa
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **shared_loading,
         )
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise refuse(directory, f"holds nothing that transformers can load: {error}") from error
@@ -131,6 +141,11 @@ def _load_module(directory: pathlib.Path, dtype: torch.dtype, *, attn_implementa
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise refuse(directory, f"has weights with {problem.replace('_', ' ')}: {shown}")
     return module.eval().requires_grad_(False)
+
+
+def _parsed_config(directory: pathlib.Path) -> Any:
+    auto_class: Any = transformers.AutoConfig
+    return auto_class.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from executor_svc.config import ExecutorConfig
     from executor_svc.devices.base import Device
+    from executor_svc.parallel.group import RankGroup
 
 
 def create_device(config: ExecutorConfig) -> Device:
@@ -15,10 +16,19 @@ def create_device(config: ExecutorConfig) -> Device:
     Raises:
         ConfigError: the model cannot be run, or K1 or K2 refuse the configuration.
     """
+    if config.tensor_parallel_size > 1:
+        from executor_svc.devices.parallel import create_parallel_device
+
+        return create_parallel_device(config)
+    return create_local_device(config)
+
+
+def create_local_device(config: ExecutorConfig, ranks: RankGroup | None = None) -> Device:
+    """As `create_device`, of this process alone: the whole model, or the share of one of `ranks`."""
     if config.device == "simulated":
         from executor_svc.devices.simulated_config import create_simulated_device
 
         return create_simulated_device(config)
     from executor_svc.devices.cpu_config import create_cpu_device
 
-    return create_cpu_device(config)
+    return create_cpu_device(config, ranks)

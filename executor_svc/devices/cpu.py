@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,9 @@ from holdback.buckets import (
 )
 from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits, Phase, RequestSpec
+
+if TYPE_CHECKING:
+    from executor_svc.parallel.group import RankGroup
 
 log = structlog.get_logger(__name__)
 
@@ -116,6 +120,7 @@ class CpuDevice(Device):
     Args:
         model_directory: in Hugging Face layout.
         settings: how to run it.
+        ranks: those that share the model with this process; None when it has all of it.
 
     Raises:
         ConfigError: the directory is no model that can be served, or a setting does not fit it (decisions K1, K2).
@@ -123,7 +128,9 @@ class CpuDevice(Device):
 
     kind = "cpu"
 
-    def __init__(self, model_directory: pathlib.Path, settings: CpuSettings | None = None) -> None:
+    def __init__(
+        self, model_directory: pathlib.Path, settings: CpuSettings | None = None, ranks: RankGroup | None = None
+    ) -> None:
         settings = settings or CpuSettings()
         if settings.num_threads is not None:
             if settings.num_threads < 1:
@@ -131,16 +138,16 @@ class CpuDevice(Device):
             torch.set_num_threads(settings.num_threads)
         if settings.block_size < 1:
             raise ConfigError(f"block_size is {settings.block_size}; allowed: at least 1")
-        self._model = load_model(model_directory, settings.dtype, settings.max_model_len)
+        self._model = load_model(model_directory, settings.dtype, settings.max_model_len, ranks)
         self.model = self._model.info
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.module.parameters())
         layers = find_layers(self._model)
-        self._kernels, self.kernels = _load_kernels(settings)
+        self._kernels, self.kernels = _load_kernels(settings, ranks)
         log.info("kernels", kernels=self.kernels)
         check_logits(self._model, layers, None if self._kernels is None else self._rewrite)
         dtype = self._model.module.dtype
         bytes_per_block = block_bytes(layers, settings.block_size, dtype)
-        num_blocks = _choose_num_blocks(settings, bytes_per_block, self.model.max_model_len, weights)
+        num_blocks = _choose_num_blocks(settings, bytes_per_block, self.model.max_model_len, weights, ranks)
         self.limits = _make_limits(settings, self.model.max_model_len, num_blocks)
         check_limits(self.limits, self.model.max_model_len)
         # PyTorch computes a matrix product of one row in another order than those of more, which bfloat16 shows.
@@ -149,7 +156,8 @@ class CpuDevice(Device):
         self._graphs = frozenset(self.declared_graphs())
         self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
         rank = rank_logits if self._kernels is None else self._kernels.rank
-        self._sampler = Sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, rank)
+        make_sampler = Sampler if ranks is None else ranks.sampler
+        self._sampler = make_sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, rank)
         self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
         self._worker = OrderedWorker("cpu-device")
         self._starts: list[Future[None]] = []
@@ -269,8 +277,12 @@ class CpuDevice(Device):
         self._last_token.zero_()
 
 
-def _choose_num_blocks(settings: CpuSettings, bytes_per_block: int, max_model_len: int, weights: int) -> int:
-    """The memory is this machine's; what other programs use of it counts as used."""
+def _choose_num_blocks(
+    settings: CpuSettings, bytes_per_block: int, max_model_len: int, weights: int, ranks: RankGroup | None
+) -> int:
+    """The memory is this machine's; what other programs use of it counts as used, and what all ranks need as needed."""
+    if ranks is not None and ranks.rank > 0:
+        return ranks.agree(None)
     wanted = KVMemorySettings(
         num_blocks=settings.num_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,
@@ -278,8 +290,9 @@ def _choose_num_blocks(settings: CpuSettings, bytes_per_block: int, max_model_le
         cap_fraction=settings.kv_memory_cap_fraction,
         min_bytes=settings.kv_memory_min_bytes,
     )
-    shape = KVShape(bytes_per_block, settings.block_size, max_model_len)
-    return choose_num_blocks(shape, wanted, replace(measure_machine_memory(), weights=weights))
+    shape = KVShape(bytes_per_block * (1 if ranks is None else ranks.size), settings.block_size, max_model_len)
+    num_blocks = choose_num_blocks(shape, wanted, replace(measure_machine_memory(), weights=weights))
+    return num_blocks if ranks is None else ranks.agree(num_blocks)
 
 
 def _make_limits(settings: CpuSettings, max_model_len: int, num_blocks: int) -> ExecutorLimits:
@@ -308,7 +321,9 @@ def _copied(array: npt.NDArray[np.int32], size: int, filler: int) -> torch.Tenso
     return torch.from_numpy(padded)
 
 
-def _load_kernels(settings: CpuSettings) -> tuple[NativeKernels | None, str]:
+def _load_kernels(settings: CpuSettings, ranks: RankGroup | None) -> tuple[NativeKernels | None, str]:
+    if ranks is not None:
+        return None, f"PyTorch, for {ranks.size} ranks share each layer"
     if settings.dtype != "bfloat16":
         return None, f"PyTorch, for the dtype is {settings.dtype}"
     if not settings.use_kernels:

@@ -11,10 +11,16 @@ from holdback.errors import ConfigError
 
 if TYPE_CHECKING:
     from executor_svc.devices.cpu import CpuDevice
+    from executor_svc.parallel.group import RankGroup
 
 
-def create_cpu_device(config: ExecutorConfig) -> CpuDevice:
-    """Refuses what settings and directory show to be impossible, then loads torch and the model. Raises ConfigError."""
+def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) -> CpuDevice:
+    """Refuses what settings and directory show to be impossible, then loads torch and the model. Raises ConfigError.
+
+    Args:
+        config: of the executor.
+        ranks: those that share the model with this process; None when it has all of it.
+    """
     if config.model is None:
         raise ConfigError("model is required by the device cpu")
     if config.max_model_len is not None:
@@ -34,6 +40,6 @@ def create_cpu_device(config: ExecutorConfig) -> CpuDevice:
         max_num_batched_tokens=config.num_batched_tokens,
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
         num_seqs_buckets=config.num_seqs_buckets,
-        num_threads=config.num_threads,
+        num_threads=config.num_threads if ranks is None else ranks.num_threads(config.num_threads),
     )
-    return CpuDevice(config.model, settings)
+    return CpuDevice(config.model, settings, ranks)
