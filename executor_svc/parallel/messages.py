@@ -56,8 +56,8 @@ def encode_frame(frame: Frame) -> bytes:
     return b"".join([_LENGTHS.pack(len(header), len(header) + sum(map(len, data))), header, *data])
 
 
-def decode_frame(header: bytes, data: bytes) -> Frame:
-    """Raises ValueError for what `encode_frame` does not make."""
+def decode_frame(header: bytes, data: memoryview) -> Frame:
+    """The arrays are views into `data`. Raises ValueError for what `encode_frame` does not make."""
     kind, fields, described = json.loads(header)
     frame, start = Frame(kind, fields), 0
     for name, dtype, shape in described:
@@ -90,7 +90,7 @@ class FrameSocket:
         if not header_bytes <= total_bytes <= MAX_FRAME_BYTES:
             raise ValueError(f"a frame has {total_bytes} bytes; allowed: [{header_bytes}, {MAX_FRAME_BYTES}]")
         body = self._read(total_bytes)
-        return None if body is None else decode_frame(body[:header_bytes], body[header_bytes:])
+        return None if body is None else decode_frame(body[:header_bytes].tobytes(), body[header_bytes:])
 
     def finish(self) -> None:
         """Nothing more will be sent; the other side receives None after what was."""
@@ -100,9 +100,8 @@ class FrameSocket:
     def close(self) -> None:
         self._connection.close()
 
-    def _read(self, count: int) -> bytes | None:
-        buffer = bytearray(count)
-        view = memoryview(buffer)
+    def _read(self, count: int) -> memoryview | None:
+        whole = view = memoryview(bytearray(count))
         while view:
             try:
                 received = self._connection.recv_into(view)
@@ -111,7 +110,7 @@ class FrameSocket:
             if received == 0:
                 return None
             view = view[received:]
-        return bytes(buffer)
+        return whole
 
 
 class RequestTable:
