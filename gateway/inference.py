@@ -5,28 +5,17 @@ Whatever ends a call ends what it submitted: an error, a deadline, a client that
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc.aio
-import structlog
-
+from gateway.calls import Context, answering, generating
 from gateway.choice import Choice, ChoiceEnd, Delta
-from gateway.generation import CallContext, GenerationRun
+from gateway.generation import GenerationRun
 from gateway.generations import Generations
 from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes, check_input, check_num_tokens, check_vocabulary
 from gateway.pool import Pool
-from holdback import codec, rpc
-from holdback.errors import HoldbackError, InternalError
-from holdback.types import TraceContext
+from holdback import codec
 from holdback.v1 import inference_pb2, inference_pb2_grpc
-
-log = structlog.get_logger(__name__)
-
-MAX_TRACE_BYTES = 512
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -39,7 +28,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        async with self._answering(context), self._generating(request.generation, context) as run:
+        async with answering(context), generating(self._generations, request.generation, context) as run:
             response = _response(run)
             response.choices.extend(inference_pb2.Choice(index=choice.index) for choice in run.choices)
             if request.generation.echo:
@@ -56,7 +45,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateStream(  # noqa: N802
         self, request: inference_pb2.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
-        async with self._answering(context), self._generating(request.generation, context) as run:
+        async with answering(context), generating(self._generations, request.generation, context) as run:
             yield inference_pb2.GenerateStreamResponse(started=_started(run))
             if request.generation.echo:
                 prompt = await _prompt_text(run, request.generation)
@@ -73,14 +62,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(  # noqa: N802
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        async with self._answering(context, even_when_draining=True):
+        async with answering(context):
             self._generations.abort(request.request_id, owner="")
             return inference_pb2.AbortResponse()
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        async with self._answering(context):
+        async with self._answering_unless_draining(context):
             pool = self._select(request.model)
             check_input(request)
             token_ids = await pool.tokenize(request)
@@ -92,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        async with self._answering(context):
+        async with self._answering_unless_draining(context):
             pool = self._select(request.model)
             check_num_tokens("token_ids", len(request.token_ids))
             model = pool.engine.status.model
@@ -104,48 +93,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        async with self._answering(context):
+        async with self._answering_unless_draining(context):
             return inference_pb2.ListModelsResponse(models=[pool.describe() for pool in self._pools])
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
-        async with self._answering(context):
+        async with self._answering_unless_draining(context):
             return inference_pb2.GetModelResponse(model=self._select(request.model).describe())
 
     @contextlib.asynccontextmanager
-    async def _answering(self, context: Context, *, even_when_draining: bool = False) -> AsyncIterator[None]:
-        """Turns exceptions into statuses; anything that is not ours becomes INTERNAL and a log line."""
-        try:
-            if not even_when_draining:
-                self._generations.check_open()
+    async def _answering_unless_draining(self, context: Context) -> AsyncIterator[None]:
+        async with answering(context):
+            self._generations.check_open()
             yield
-        except HoldbackError as error:
-            await rpc.abort(context, error)
-        except Exception:
-            log.exception("call_failed")
-            await rpc.abort(context, InternalError("the gateway failed; its log says why"))
-
-    @contextlib.asynccontextmanager
-    async def _generating(self, message: inference_pb2.Generation, context: Context) -> AsyncIterator[GenerationRun]:
-        """A generation that has been submitted, and is ended with the call."""
-        async with self._generations.run(message, _call_context(context)) as run:
-            # the call's end is told at once, also while a message to a slow client is under way
-            context.add_done_callback(lambda _: run.close())  # type: ignore[arg-type]
-            yield run
 
     def _select(self, name: str) -> Pool:
         check_bytes("model", name, MAX_MODEL_NAME_BYTES)
         return self._pools.select(name)
-
-
-def _call_context(context: Context) -> CallContext:
-    remaining_s = context.time_remaining()
-    metadata = dict(context.invocation_metadata() or ())
-    values = [metadata.get(name, "") for name in ("traceparent", "tracestate")]
-    traceparent, tracestate = (str(value) if len(value) <= MAX_TRACE_BYTES else "" for value in values)
-    deadline = None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
-    return CallContext(deadline, TraceContext(traceparent, tracestate))
 
 
 async def _prompt_text(run: GenerationRun, message: inference_pb2.Generation) -> str:
