@@ -26,6 +26,13 @@ class LayerShape:
 class KVCache:
     """KV memory of all layers, zeroed.
 
+    Args:
+        layers: what each keeps of a token.
+        num_blocks: usable blocks and the null block.
+        block_size: tokens per block.
+        dtype: of keys and values.
+        device: where the tensors are, and stay the same ones for good; None for this machine's memory.
+
     Attributes:
         num_blocks: usable blocks and the null block; the sink is one more.
         block_size: tokens per block.
@@ -33,14 +40,20 @@ class KVCache:
         values: the same shapes.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._layers = list(layers)
         self._dtype = dtype
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.reset()
+        self._device = device
+        self.keys, self.values = self._allocate(), self._allocate()
 
     @property
     def sink_slot(self) -> int:
@@ -49,16 +62,24 @@ class KVCache:
 
     def reset(self) -> None:
         """Zeroes everything."""
-        self.keys, self.values = self._allocate(), self._allocate()
+        if self._device is None:
+            self.keys, self.values = self._allocate(), self._allocate()
+            return
+        for pages in (*self.keys, *self.values):
+            pages.zero_()
 
     def _allocate(self) -> list[torch.Tensor]:
         """Of fresh pages, which the system zeroes when they are first written: what nobody uses is never resident.
 
-        numpy asks for such pages; torch fills memory itself, which makes all of it resident at once.
+        numpy asks for such pages; torch fills memory itself, which makes all of it resident at once. That is what a
+        device of its own is for.
         """
         tensors = []
         for layer in self._layers:
             shape = (self.num_blocks + 1, self.block_size, layer.num_kv_heads, layer.head_dim)
+            if self._device is not None:
+                tensors.append(torch.zeros(shape, dtype=self._dtype, device=self._device))
+                continue
             num_bytes = math.prod(shape) * self._dtype.itemsize
             tensors.append(torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self._dtype).view(shape))
         return tensors

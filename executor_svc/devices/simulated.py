@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executor_svc.devices.base import Device, GraphKey, Int32, SamplingInputs, StepInputs, StepResult
+from executor_svc.devices.shapes import check_shapes
 from holdback.buckets import check_limits
 from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits, ModelInfo, Phase, RequestSpec, SamplingParams, TokenLogprobs
@@ -159,7 +160,7 @@ class SimulatedDevice(Device):
         self._to_do.append(_Start(slot, len(spec.output_token_ids)))
 
     def launch(self, inputs: StepInputs) -> object:
-        self._check_shapes(inputs)
+        check_shapes(inputs, self._graphs, self.limits, self.model.max_model_len)
         device_us = self._latencies.of(inputs.key)
         self._busy_until_s = max(self._clock_s(), self._busy_until_s) + device_us / 1e6
         launched = _Launched(inputs, device_us, self._busy_until_s)
@@ -206,29 +207,6 @@ class SimulatedDevice(Device):
         if inputs.sampling is not None:
             self._sample(inputs, inputs.sampling, result)
         return result
-
-    def _check_shapes(self, inputs: StepInputs) -> None:
-        """Refuses everything that a graph compiled for `inputs.key` could not take."""
-        key = inputs.key
-        if key not in self._graphs:
-            raise ValueError(f"graph is {key}; allowed: one of the {len(self._graphs)} declared")
-        is_prefill = key.phase is Phase.PREFILL
-        num_rows = 1 if is_prefill else key.size
-        width = -(-self.model.max_model_len // self.limits.block_size)
-        arrays = [
-            ("positions", inputs.positions, (key.size,)),
-            ("slot_mapping", inputs.slot_mapping, (key.size,)),
-            ("block_tables", inputs.block_tables, (num_rows, width)),
-            ("context_lens", inputs.context_lens, (num_rows,)),
-            ("slots", inputs.slots, (num_rows,)),
-        ]
-        if inputs.input_ids is not None:
-            arrays.append(("input_ids", inputs.input_ids, (key.size,)))
-        if is_prefill is (inputs.input_ids is None):
-            raise ValueError("input_ids goes with a prefill and with nothing else")
-        for name, array, shape in arrays:
-            if array.shape != shape or array.dtype != np.int32:
-                raise ValueError(f"{name} is {array.dtype} {array.shape}; allowed: int32 {shape}")
 
     def _write(self, token_ids: Int32, positions: Int32, slot_mapping: Int32) -> None:
         block_size = self.limits.block_size
