@@ -179,12 +179,12 @@ class CompiledDevice(Device):
     ) -> None:
         sampling, vocab_size = inputs.sampling, self.model.vocab_size
         if sampling is None:
-            row_floats[:] = _numbers_of(_UNCHANGED, vocab_size)
+            row_floats[:] = pack_numbers(_UNCHANGED, vocab_size)
             row_floats[:, -1] = 0.0
             return
         for row, params in enumerate(sampling.params):
             params = params or _UNCHANGED
-            row_floats[row] = _numbers_of(params, vocab_size)
+            row_floats[row] = pack_numbers(params, vocab_size)
             row_ints[row, 3] = sampling.num_outputs[row] < params.min_tokens
         row_floats[:, -1] = sampling.uniform
 
@@ -216,7 +216,7 @@ class CompiledDevice(Device):
         self._state.last_token.zero_()
 
 
-def _numbers_of(params: SamplingParams, vocab_size: int) -> tuple[float, ...]:
+def pack_numbers(params: SamplingParams, vocab_size: int) -> tuple[float, ...]:
     """A row of `StepTensors.row_floats`, without its random number, for which there is a 0."""
     top_k = vocab_size if params.top_k is None else min(params.top_k, vocab_size)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
