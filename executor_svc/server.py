@@ -10,6 +10,7 @@ cannot run as configured, 3 when a step hung (`watchdog`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -42,6 +43,9 @@ log = structlog.get_logger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 """How long a caller of `Execute` may take to present a lease."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long a stop waits for the device to free what it holds."""
 
 STOP_TIMEOUT_S = 0.5
 """How long a stop waits for threads that end by themselves once nothing is posted to them."""
@@ -121,6 +125,7 @@ class ExecutorProcess:
         self._server = rpc.create_server()
         self._holder = LeaseHolder()
         self._registration: Registration | None = None
+        self._device: Device | None = None
         self._runner: NeuronModelRunner | None = None
         self.is_left_behind = False
 
@@ -151,6 +156,7 @@ class ExecutorProcess:
             await self._health.stop()
             if self._watchdog is not None:
                 self._watchdog.stop()
+            await self._close_device()
             self.is_left_behind = not self._threads.stop(STOP_TIMEOUT_S)
 
     async def _listen(self) -> int:
@@ -166,7 +172,7 @@ class ExecutorProcess:
 
     async def _work(self, port: int) -> None:
         launching = self._threads.launching
-        device = await launching.call(partial(self._create, self._config))
+        device = self._device = await launching.call(partial(self._create, self._config))
         log.info("device_ready", device=device.kind, model=device.model.name, num_blocks=device.limits.num_blocks)
         latencies = await launching.call(partial(warm_up, device, self._stop_warm_up))
         self._runner = runner = NeuronModelRunner(device)
@@ -206,6 +212,13 @@ class ExecutorProcess:
             advertise_address=self._config.advertise_address,
             device=device.kind,
         )
+
+    async def _close_device(self) -> None:
+        """On the thread that made it: processes that a device started take that thread for their parent."""
+        if self._device is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._threads.launching.call(self._device.close)
 
     async def _drain(self, work: asyncio.Task[None]) -> int:
         """Finishes the steps that were sent, within the time there is for it."""
