@@ -38,8 +38,9 @@ class RankGroup:
         self.rank = rank
         self.size = size
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        store = dist.FileStore(str(meeting_file), size)
-        dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(
+            BACKENDS[device], init_method=meeting_file.as_uri(), rank=rank, world_size=size, timeout=TIMEOUT
+        )
 
     def loading_arguments(self, config: Any) -> dict[str, Any]:
         """What makes `from_pretrained` read this rank's share of the weights alone, by the model's own plan.
@@ -50,9 +51,9 @@ class RankGroup:
         Raises:
             ConfigError: the model cannot be cut over so many ranks.
         """
-        plan = choose_plan(config, self.size)
+        plan: dict[str, Any] = choose_plan(config, self.size)
         try:
-            from transformers.distributed import DistributedConfig
+            from transformers.distributed.configuration_utils import DistributedConfig
 
             return {"distributed_config": DistributedConfig(**plan)}
         except (ImportError, TypeError) as error:

@@ -151,9 +151,13 @@ class RequestTable:
         tables[:, : arrays["block_tables"].shape[1]] = arrays["block_tables"]
         inputs = StepInputs(
             key=GraphKey(Phase(phase), size, context),
-            num_tokens=fields["num_tokens"],
-            **{name: arrays[name] for name in _STEP_ARRAYS if name in arrays and name != "block_tables"},
+            positions=arrays["positions"],
+            slot_mapping=arrays["slot_mapping"],
             block_tables=tables,
+            context_lens=arrays["context_lens"],
+            num_tokens=fields["num_tokens"],
+            slots=arrays["slots"],
+            input_ids=arrays.get("input_ids"),
         )
         if "params" in fields:
             inputs.sampling = self._decode_sampling(frame, inputs.slots.tolist())

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
 """How long a rank may take to end when it is asked to, before it is killed."""
 
 LOAD_GRACE_S = 3.0
