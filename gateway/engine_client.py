@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from gateway.load import LoadReader
 from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
 from holdback import codec, rpc
 from holdback.errors import (
@@ -61,7 +62,13 @@ class PoolStatus:
 
 
 class EngineClient:
-    """Connection to one scheduler. Use it from one event loop; `start` it there and `close` it there."""
+    """Connection to one scheduler. Make it, `start` it, use it and `close` it on one event loop.
+
+    Attributes:
+        target: address of the scheduler.
+        status: of the pool, as the scheduler said it last.
+        load: of the pool, for whoever asks.
+    """
 
     def __init__(self, target: str, *, session: str, gateway_id: str, loss_timeout_s: float) -> None:
         """
@@ -73,6 +80,11 @@ class EngineClient:
         """
         self.target = target
         self.status = PoolStatus()
+        self._channel = rpc.create_channel(target)
+        self._stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(
+            self._channel
+        )
+        self.load = LoadReader(self._stub, target, asyncio.get_running_loop().time)
         self._hello = scheduler_pb2.GatewayHello(
             protocol_version=types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1]),
             session=session,
@@ -113,6 +125,7 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await self._channel.close()
         self._end_all(UnavailableError("the gateway stops", reason=ErrorReason.SHUTTING_DOWN))
 
     @property
@@ -151,20 +164,18 @@ class EngineClient:
 
     async def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        async with rpc.create_channel(self.target) as channel:
-            stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            while True:
-                try:
-                    await self._serve(stub.Connect(wait_for_ready=True))
-                except grpc.aio.AioRpcError as failure:
-                    self._log.warning("scheduler_stream_ended", code=failure.code().name, details=failure.details())
-                except (HoldbackError, OutOfOrderError) as error:
-                    self._log.error("scheduler_stream_refused", error=str(error))
-                except Exception:  # a fault of ours must not end the connection for good
-                    self._log.exception("scheduler_stream_failed")
-                backoff_s = FIRST_BACKOFF_S if self._is_live else min(2 * backoff_s, MAX_BACKOFF_S)
-                self._on_lost()
-                await asyncio.sleep(backoff_s)
+        while True:
+            try:
+                await self._serve(self._stub.Connect(wait_for_ready=True))
+            except grpc.aio.AioRpcError as failure:
+                self._log.warning("scheduler_stream_ended", code=failure.code().name, details=failure.details())
+            except (HoldbackError, OutOfOrderError) as error:
+                self._log.error("scheduler_stream_refused", error=str(error))
+            except Exception:  # a fault of ours must not end the connection for good
+                self._log.exception("scheduler_stream_failed")
+            backoff_s = FIRST_BACKOFF_S if self._is_live else min(2 * backoff_s, MAX_BACKOFF_S)
+            self._on_lost()
+            await asyncio.sleep(backoff_s)
 
     async def _serve(self, call: Stream) -> None:
         """One stream, from the greeting until it ends."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from gateway.calls import Context, answering, generating
+from gateway.calls import Context, answering, current_caller, generating
 from gateway.choice import Choice, ChoiceEnd, Delta
 from gateway.generation import GenerationRun
 from gateway.generations import Generations
 from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes, check_input, check_num_tokens, check_vocabulary
 from gateway.pool import Pool
 from holdback import codec
-from holdback.v1 import inference_pb2, inference_pb2_grpc
+from holdback.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -28,7 +28,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        async with answering(context), generating(self._generations, request.generation, context) as run:
+        async with (
+            answering(context),
+            generating(self._generations, request.generation, context, is_stream=False) as run,
+        ):
             response = _response(run)
             response.choices.extend(inference_pb2.Choice(index=choice.index) for choice in run.choices)
             if request.generation.echo:
@@ -45,7 +48,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateStream(  # noqa: N802
         self, request: inference_pb2.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
-        async with answering(context), generating(self._generations, request.generation, context) as run:
+        async with (
+            answering(context),
+            generating(self._generations, request.generation, context, is_stream=True) as run,
+        ):
             yield inference_pb2.GenerateStreamResponse(started=_started(run))
             if request.generation.echo:
                 prompt = await _prompt_text(run, request.generation)
@@ -63,7 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
         async with answering(context):
-            self._generations.abort(request.request_id, owner="")
+            self._generations.abort(request.request_id, owner=current_caller().name)
             return inference_pb2.AbortResponse()
 
     async def Tokenize(  # noqa: N802
@@ -102,6 +108,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with self._answering_unless_draining(context):
             return inference_pb2.GetModelResponse(model=self._select(request.model).describe())
 
+    async def GetLoad(  # noqa: N802
+        self, request: inference_pb2.InferenceServiceGetLoadRequest, context: Context
+    ) -> inference_pb2.InferenceServiceGetLoadResponse:
+        async with self._answering_unless_draining(context):
+            pool = self._select(request.model)
+            return _load(pool, await pool.engine.load.read())
+
     @contextlib.asynccontextmanager
     async def _answering_unless_draining(self, context: Context) -> AsyncIterator[None]:
         async with answering(context):
@@ -111,6 +124,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def _select(self, name: str) -> Pool:
         check_bytes("model", name, MAX_MODEL_NAME_BYTES)
         return self._pools.select(name)
+
+
+def _load(pool: Pool, load: scheduler_pb2.GetLoadResponse) -> inference_pb2.InferenceServiceGetLoadResponse:
+    return inference_pb2.InferenceServiceGetLoadResponse(
+        model=pool.names[0],
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_slots=load.num_slots,
+        num_executors=load.num_executors,
+        kv_usage=load.kv_usage,
+        queue_ms=load.queue_ms if load.HasField("queue_ms") else None,
+    )
 
 
 async def _prompt_text(run: GenerationRun, message: inference_pb2.Generation) -> str:

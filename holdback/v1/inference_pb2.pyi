@@ -813,3 +813,77 @@ class Model(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class InferenceServiceGetLoadRequest(_message.Message):
+    """Asks for the load of one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """A name or alias; empty as in Generation."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InferenceServiceGetLoadRequest: _TypeAlias = InferenceServiceGetLoadRequest  # noqa: Y015
+
+@_typing.final
+class InferenceServiceGetLoadResponse(_message.Message):
+    """The load of one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_EXECUTORS_FIELD_NUMBER: _builtins.int
+    KV_USAGE_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The pool's model, by its first name."""
+    num_running: _builtins.int
+    """Requests that run."""
+    num_waiting: _builtins.int
+    """Requests that wait."""
+    num_waiting_tokens: _builtins.int
+    """Prompt and output tokens that the waiting requests have to prefill."""
+    num_slots: _builtins.int
+    """Requests that may run at once."""
+    num_executors: _builtins.int
+    """Executors that serve."""
+    kv_usage: _builtins.float
+    """Share of usable KV blocks that requests hold, in [0, 1]."""
+    queue_ms: _builtins.int
+    """How long prefilling what waits takes, as measured, milliseconds; unset without an executor."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_executors: _builtins.int = ...,
+        kv_usage: _builtins.float = ...,
+        queue_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms", "kv_usage", b"kv_usage", "model", b"model", "num_executors", b"num_executors", "num_running", b"num_running", "num_slots", b"num_slots", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__queue_ms: _TypeAlias = _typing.Literal["queue_ms"]  # noqa: Y015
+    _WhichOneofArgType__queue_ms: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_ms) -> _WhichOneofReturnType__queue_ms | None: ...
+
+Global___InferenceServiceGetLoadResponse: _TypeAlias = InferenceServiceGetLoadResponse  # noqa: Y015

@@ -70,6 +70,11 @@ class InferenceServiceStub:
                 request_serializer=holdback_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=holdback_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/holdback.v1.InferenceService/GetLoad',
+                request_serializer=holdback_dot_v1_dot_inference__pb2.InferenceServiceGetLoadRequest.SerializeToString,
+                response_deserializer=holdback_dot_v1_dot_inference__pb2.InferenceServiceGetLoadResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -129,6 +134,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """The load of one model's pool, over all gateways, as its scheduler says; cheap enough to ask every second.
+        UNAVAILABLE when the scheduler does not answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +179,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=holdback_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=holdback_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=holdback_dot_v1_dot_inference__pb2.InferenceServiceGetLoadRequest.FromString,
+                    response_serializer=holdback_dot_v1_dot_inference__pb2.InferenceServiceGetLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +376,33 @@ class InferenceService:
             '/holdback.v1.InferenceService/GetModel',
             holdback_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             holdback_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdback.v1.InferenceService/GetLoad',
+            holdback_dot_v1_dot_inference__pb2.InferenceServiceGetLoadRequest.SerializeToString,
+            holdback_dot_v1_dot_inference__pb2.InferenceServiceGetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

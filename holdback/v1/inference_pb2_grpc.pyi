@@ -54,6 +54,10 @@ class InferenceServiceStub:
     """The models that this gateway serves."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """One of them."""
+    GetLoad: _grpc.UnaryUnaryMultiCallable[_inference_pb2.InferenceServiceGetLoadRequest, _inference_pb2.InferenceServiceGetLoadResponse]
+    """The load of one model's pool, over all gateways, as its scheduler says; cheap enough to ask every second.
+    UNAVAILABLE when the scheduler does not answer.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -81,6 +85,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """The models that this gateway serves."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """One of them."""
+    GetLoad: _aio.UnaryUnaryMultiCallable[_inference_pb2.InferenceServiceGetLoadRequest, _inference_pb2.InferenceServiceGetLoadResponse]  # type: ignore[assignment]
+    """The load of one model's pool, over all gateways, as its scheduler says; cheap enough to ask every second.
+    UNAVAILABLE when the scheduler does not answer.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """What applications call, on any gateway."""
@@ -147,5 +155,15 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
         """One of them."""
+
+    @_abc_1.abstractmethod
+    def GetLoad(
+        self,
+        request: _inference_pb2.InferenceServiceGetLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.InferenceServiceGetLoadResponse, _abc.Awaitable[_inference_pb2.InferenceServiceGetLoadResponse]]:
+        """The load of one model's pool, over all gateways, as its scheduler says; cheap enough to ask every second.
+        UNAVAILABLE when the scheduler does not answer.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
