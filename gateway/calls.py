@@ -1,15 +1,18 @@
-"""What every gRPC service of the gateway does with a call: errors to statuses, and what comes beside the message."""
+"""What every gRPC service of the gateway does with a call: who it is from, errors to statuses, deadline and trace."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import grpc.aio
 import structlog
 
+from gateway.access import ANYONE, Access, Caller
 from gateway.generation import CallContext, GenerationRun
 from gateway.generations import Generations
 from holdback import rpc
@@ -21,6 +24,36 @@ log = structlog.get_logger(__name__)
 
 MAX_TRACE_BYTES = 512
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Asks every call on the port for its API key, whatever the service."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """The handler of a call with the caller noted, or one that refuses it."""
+        header = dict(details.invocation_metadata or ()).get("authorization")
+        try:
+            _CALLER.set(self._access.authenticate(None if header is None else str(header)))
+        except HoldbackError as error:
+            return grpc.unary_unary_rpc_method_handler(partial(_refuse, error))
+        return await continuation(details)
+
+
+async def _refuse(error: HoldbackError, request: bytes, context: Context) -> None:
+    await rpc.abort(context, error)
+
+
+def current_caller() -> Caller:
+    """Who the call is from that is being answered."""
+    return _CALLER.get()
 
 
 @contextlib.asynccontextmanager
@@ -39,24 +72,24 @@ async def answering(context: Context) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def generating(
-    generations: Generations, message: inference_pb2.Generation, context: Context
+    generations: Generations, message: inference_pb2.Generation, context: Context, *, is_stream: bool
 ) -> AsyncIterator[GenerationRun]:
     """A generation that has been submitted, and is ended with the call, whatever ends that.
 
     Raises:
         HoldbackError: as `Generations.run`.
     """
-    async with generations.run(message, call_context(context)) as run:
+    async with generations.run(message, call_context(context, is_stream=is_stream)) as run:
         # the call's end is told at once, also while a message to a slow client is under way
         context.add_done_callback(lambda _: run.close())  # type: ignore[arg-type]
         yield run
 
 
-def call_context(context: Context) -> CallContext:
-    """Deadline and trace of a call."""
+def call_context(context: Context, *, is_stream: bool) -> CallContext:
+    """What comes with a call beside its message."""
     remaining_s = context.time_remaining()
     metadata = dict(context.invocation_metadata() or ())
     values = [metadata.get(name, "") for name in ("traceparent", "tracestate")]
     traceparent, tracestate = (str(value) if len(value) <= MAX_TRACE_BYTES else "" for value in values)
     deadline = None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
-    return CallContext(deadline, TraceContext(traceparent, tracestate))
+    return CallContext(deadline, TraceContext(traceparent, tracestate), current_caller(), is_stream=is_stream)

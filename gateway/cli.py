@@ -1,17 +1,32 @@
-"""Command of the gateway service."""
+"""Commands of the gateway service. Each imports what it needs itself, so that only the one called is loaded."""
 
 from __future__ import annotations
-
-import asyncio
-
-from gateway.config import GatewayConfig
-from gateway.server import serve
-from holdback.telemetry import configure_logging
 
 
 def gateway(argv: list[str]) -> int:
     """`holdback gateway`: one gateway until SIGTERM or Ctrl-C."""
+    import asyncio
+
+    from gateway.config import GatewayConfig
+    from gateway.server import serve
+    from holdback.telemetry import configure_logging
+
     config = GatewayConfig.load(argv)
     configure_logging(config.process, config.log_level)
     asyncio.run(serve(config))
+    return 0
+
+
+def key(argv: list[str]) -> int:
+    """`holdback key NAME`: draws an API key, and prints it with its entry for the gateway's file of keys."""
+    import argparse
+    import hashlib
+    import secrets
+
+    parser = argparse.ArgumentParser(prog="holdback key", description=key.__doc__, allow_abbrev=False)
+    parser.add_argument("name", metavar="NAME", help="whose it is, for logs and limits")
+    name = parser.parse_args(argv).name
+    secret = f"hb-{secrets.token_urlsafe(32)}"
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    print(f"# The key itself, which is kept nowhere: {secret}\n- name: {name}\n  sha256: {digest}")
     return 0

@@ -48,9 +48,18 @@ class GatewayConfig(ServiceConfig):
     served_model_name: Names = pydantic.Field(
         (), description="the only pool's names, as a,b; the first is shown (default: the tokenizer directory's name)"
     )
+    vllm_engine_model: str = pydantic.Field(
+        "", max_length=256, description="name of the model that VllmEngine serves (default: that of the only pool)"
+    )
+    reflection: bool = pydantic.Field(
+        False, description="tell every client that may call which services, methods and messages there are"
+    )
     gateway_id: str = pydantic.Field("gateway", min_length=1, max_length=128, description="name for people and logs")
     scheduler_loss_timeout_s: float = pydantic.Field(
         60.0, gt=0, le=86400, description="how long requests wait for a scheduler that cannot be reached"
+    )
+    api_keys: pathlib.Path | None = pydantic.Field(
+        None, description="YAML file with the API keys that may call, re-read when it changes; null: everybody may"
     )
     template_timeout_s: float = pydantic.Field(
         2.0, gt=0, le=3600, description="how long a chat template may take; then the request is refused"

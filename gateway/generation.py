@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from gateway.access import ANYONE, Caller
 from gateway.choice import Choice, Delta
 from gateway.detokenizer import Detokenizer, StopStrings
 from gateway.limits import Checked
@@ -29,12 +30,14 @@ class CallContext:
     Attributes:
         deadline: in seconds of the event loop's clock; None without one.
         trace: the client's.
-        owner: who calls, as its API key says; empty without keys.
+        caller: whose API key it has.
+        is_stream: the answer is streamed.
     """
 
     deadline: float | None = None
     trace: TraceContext = field(default_factory=TraceContext)
-    owner: str = ""
+    caller: Caller = ANYONE
+    is_stream: bool = False
 
     @property
     def deadline_ms(self) -> int | None:

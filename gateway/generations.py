@@ -10,12 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from gateway.generation import CallContext, GenerationRun
 from gateway.limits import check_generation
 from gateway.pool import Pool, Pools
-from holdback.errors import AlreadyExistsError, ErrorReason, HoldbackError, NotFoundError, UnavailableError
+from holdback.errors import (
+    AlreadyExistsError,
+    ErrorReason,
+    HoldbackError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from holdback.types import ModelInfo
 from holdback.v1 import inference_pb2
 
@@ -30,6 +38,7 @@ class Generations:
     def __init__(self, pools: Pools) -> None:
         self.pools = pools
         self._runs: dict[str, GenerationRun] = {}
+        self._num_running = Counter[tuple[str, str]]()  # by the name of a caller and what is counted
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -69,7 +78,8 @@ class Generations:
         request_id = checked.request_id or f"gen-{uuid.uuid4().hex}"
         if request_id in self._runs:
             raise AlreadyExistsError(f"request_id is {request_id!r}, which is alive; allowed: another id")
-        run = GenerationRun(request_id, pool, checked, owner=call.owner)
+        counted = self._count(call)
+        run = GenerationRun(request_id, pool, checked, owner=call.caller.name)
         self._runs[request_id] = run
         self._idle.clear()
         try:
@@ -78,9 +88,24 @@ class Generations:
             yield run
         finally:
             run.close()
+            self._num_running.subtract(counted)
             del self._runs[request_id]
             if not self._runs:
                 self._idle.set()
+
+    def _count(self, call: CallContext) -> list[tuple[str, str]]:
+        """Counts a generation for its caller; what was counted. Raises ResourceExhaustedError beyond a key's limits."""
+        caller = call.caller
+        limits = {"requests": caller.max_requests} | ({"streams": caller.max_streams} if call.is_stream else {})
+        for what, limit in limits.items():
+            if limit is not None and self._num_running[caller.name, what] >= limit:
+                raise ResourceExhaustedError(
+                    f"API key {caller.name!r} has {limit} {what} running; allowed: {limit} at once (max_{what})",
+                    reason=ErrorReason.KEY_LIMIT,
+                )
+        counted = [(caller.name, what) for what in limits]
+        self._num_running.update(counted)
+        return counted
 
     def abort(self, request_id: str, owner: str) -> None:
         """Ends a generation with finish reason `abort`.

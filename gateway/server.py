@@ -13,6 +13,8 @@ import signal
 
 import structlog
 
+from gateway.access import create_access
+from gateway.calls import Authentication
 from gateway.chat import ChatTemplate
 from gateway.config import GatewayConfig, PoolConfig
 from gateway.engine_client import EngineClient
@@ -49,7 +51,8 @@ class GatewayServer:
         self.pools = Pools(())
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
-        self._server = rpc.create_server()
+        self._access = create_access(config.api_keys)
+        self._server = rpc.create_server([Authentication(self._access)])
         self._generations = Generations(self.pools)
         self.templates = TemplateWorkers(config.template_timeout_s)
         self._is_draining = False

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         NotFoundError,
         RequestAbortedError,
         ResourceExhaustedError,
+        UnauthenticatedError,
         UnavailableError,
     )
     from holdback.options import GenerateOptions
@@ -51,6 +52,7 @@ __all__ = [
     "RequestAbortedError",
     "ResourceExhaustedError",
     "TokenLogprobs",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
 ]

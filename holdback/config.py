@@ -108,13 +108,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
+def read_yaml(path: pathlib.Path, setting: str) -> Any:
+    """What a YAML file holds. Raises ConfigError, which names the setting, for one that cannot be read."""
     try:
-        content = yaml.load(pathlib.Path(path).read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
+        raise ConfigError(f"{setting} {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--config {path}: not YAML: {error}") from None
+        raise ConfigError(f"{setting} {path}: not YAML: {error}") from None
+
+
+def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
+    content = read_yaml(pathlib.Path(path), "--config")
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -1,6 +1,7 @@
 """Every exception that Holdback raises on purpose, and the stable reasons that clients may match on.
 
     HoldbackError
+    ├── UnauthenticatedError      no API key, or none that is known
     ├── InvalidArgumentError      the request is wrong; sending it again will not help
     ├── NotFoundError             no such model or request
     ├── AlreadyExistsError        the id is in use
@@ -49,6 +50,8 @@ class ErrorReason(enum.Enum):
     TOO_MANY_MOVES = "TOO_MANY_MOVES"
     NUMERIC_ERROR = "NUMERIC_ERROR"
     INTERNAL = "INTERNAL"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    KEY_LIMIT = "KEY_LIMIT"
 
 
 class HoldbackError(Exception):
@@ -60,6 +63,10 @@ class HoldbackError(Exception):
         super().__init__(message)
         self.message = message
         self.reason = reason if reason is not None else self.default_reason
+
+
+class UnauthenticatedError(HoldbackError):
+    default_reason = ErrorReason.UNAUTHENTICATED
 
 
 class InvalidArgumentError(HoldbackError):

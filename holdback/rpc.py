@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -27,6 +28,7 @@ from holdback.errors import (
     NotFoundError,
     RequestAbortedError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from holdback.v1 import errors_pb2
@@ -40,6 +42,7 @@ MAX_STATUS_MESSAGE_CHARS = 1000  # statuses travel as HTTP/2 headers, which peer
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 STATUS_CODES: dict[type[HoldbackError], grpc.StatusCode] = {
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     NotFoundError: grpc.StatusCode.NOT_FOUND,
     AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
@@ -83,9 +86,9 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def create_server() -> grpc.aio.Server:
+def create_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """A server without ports or services yet."""
-    return grpc.aio.server(options=_SERVER_OPTIONS)
+    return grpc.aio.server(interceptors=list(interceptors), options=_SERVER_OPTIONS)
 
 
 def format_address(host: str, port: int) -> str:

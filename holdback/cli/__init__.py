@@ -28,6 +28,7 @@ SUMMARIES = {
     "scheduler": "start a scheduler",
     "executor": "start an executor",
     "gateway": "start a gateway",
+    "key": "draw an API key for the gateway's file of keys",
     "model": "import a model: holdback model import SRC DEST",
     "replay": "run a recorded scheduler trace",
     "timeline": "write the last steps of all executors as a trace for Perfetto",
@@ -39,6 +40,7 @@ EXTRAS = {
     "executor": "executor",
     "model": "executor",
     "gateway": "gateway",
+    "key": "gateway",
 }
 OWN_PACKAGES = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 

@@ -75,6 +75,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The model produced numbers that are not finite for this request."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 25
     """A fault of the service."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 26
+    """The call has no API key, or none that is known."""
+    ERROR_REASON_KEY_LIMIT: _ErrorReason.ValueType  # 27
+    """The caller's API key has as much running as it may."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """A stable reason for a failure, for programs to match on. It travels as the `reason` of a `google.rpc.ErrorInfo` with
@@ -133,6 +137,10 @@ ERROR_REASON_NUMERIC_ERROR: ErrorReason.ValueType  # 24
 """The model produced numbers that are not finite for this request."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 25
 """A fault of the service."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 26
+"""The call has no API key, or none that is known."""
+ERROR_REASON_KEY_LIMIT: ErrorReason.ValueType  # 27
+"""The caller's API key has as much running as it may."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
