@@ -24,13 +24,19 @@ def model(argv: list[str]) -> int:
 
 
 def executor(argv: list[str]) -> int:
-    """`holdback executor`: one executor, until SIGTERM or Ctrl-C."""
+    """`holdback executor`: one executor, until SIGTERM or Ctrl-C; with `--compile-only`, until all is compiled."""
     import asyncio
 
     from executor_svc.config import ExecutorConfig
-    from executor_svc.server import serve
     from holdback.telemetry import configure_logging
 
     config = ExecutorConfig.load(argv)
     configure_logging("executor", config.log_level)
+    if config.compile_only:
+        from executor_svc.compile_only import compile_all
+
+        print(compile_all(config))
+        return 0
+    from executor_svc.server import serve
+
     return asyncio.run(serve(config))

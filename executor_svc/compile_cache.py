@@ -163,19 +163,14 @@ class CompileCache:
             log.warning("compile_cache_not_written", graph=describe_graph(key), reason=str(error))
 
     def _prepare(self) -> None:
-        try:
-            if self._is_required:
-                prepare_directory(self._directory, is_read_only=True)
-                if self._home.is_dir():
-                    prepare_directory(self._home, is_read_only=True)
-                return
-            for directory in (self._directory, self._home, self._graphs, self.folder):
-                prepare_directory(directory)
-            write_atomically(self._home / "identity.json", self._identity)
-        except CacheDirectoryError as error:
-            raise ConfigError(f"compile_cache is {str(self._directory)!r}, which {error}") from None
-        except OSError as error:
-            raise ConfigError(f"compile_cache is {str(self._directory)!r}, which cannot be used: {error}") from None
+        check_directory(self._directory, is_read_only=self._is_required)
+        if self._is_required:
+            if self._home.is_dir():
+                check_directory(self._home, is_read_only=True)
+            return
+        for directory in (self._home, self._graphs, self.folder):
+            check_directory(directory)
+        write_atomically(self._home / "identity.json", self._identity)
 
     def _record_path(self, key: GraphKey, limits: ExecutorLimits) -> pathlib.Path:
         shapes = {
@@ -206,6 +201,14 @@ class CompileCache:
             if path.is_file() and not any(part in path.name for part in _PASSING):
                 found[path.relative_to(self.folder).as_posix()] = path.stat().st_size
         return found
+
+
+def check_directory(directory: pathlib.Path, *, is_read_only: bool = False) -> None:
+    """As `prepare_directory`, of the setting `compile_cache`. Raises ConfigError."""
+    try:
+        prepare_directory(directory, is_read_only=is_read_only)
+    except CacheDirectoryError as error:
+        raise ConfigError(f"compile_cache is {str(directory)!r}, which {error}") from None
 
 
 def describe_graph(key: GraphKey) -> str:

@@ -211,6 +211,7 @@ class ExecutorProcess:
             latencies=latencies,
             advertise_address=self._config.advertise_address,
             device=device.kind,
+            compiled=device.compiled,
         )
 
     async def _close_device(self) -> None:

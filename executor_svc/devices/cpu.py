@@ -72,6 +72,7 @@ class CpuSettings:
         num_threads: of PyTorch in this process; None leaves it alone.
         use_kernels: run bfloat16 with the kernels in C++ where they can be built (`executor_svc.kernels`).
         kernels_directory: where compiled kernels are kept; None is the user's cache directory.
+        require_cached: compile nothing; the kernels must be there where they can be run.
     """
 
     dtype: str = "bfloat16"
@@ -89,6 +90,7 @@ class CpuSettings:
     num_threads: int | None = None
     use_kernels: bool = True
     kernels_directory: pathlib.Path | None = None
+    require_cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class CpuDevice(Device):
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.module.parameters())
         layers = find_layers(self._model)
         self._kernels, self.kernels = _load_kernels(settings, ranks)
+        self.compiled = None if self._kernels is None else self._kernels.compiled
         log.info("kernels", kernels=self.kernels)
         check_logits(self._model, layers, None if self._kernels is None else self._rewrite)
         dtype = self._model.module.dtype
@@ -328,4 +331,4 @@ def _load_kernels(settings: CpuSettings, ranks: RankGroup | None) -> tuple[Nativ
         return None, f"PyTorch, for the dtype is {settings.dtype}"
     if not settings.use_kernels:
         return None, "PyTorch, as the settings say"
-    return load_kernels(settings.kernels_directory)
+    return load_kernels(settings.kernels_directory, is_required=settings.require_cached)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import TYPE_CHECKING
 
+from executor_svc.compile_cache import check_directory
 from executor_svc.config import ExecutorConfig, build_limits
-from executor_svc.model_directory import list_weights, read_config
+from executor_svc.model_config import read_config
+from executor_svc.model_directory import list_weights
 from holdback.buckets import blocks_for
 from holdback.errors import ConfigError
 
@@ -28,6 +31,7 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
         build_limits(config, max_model_len=config.max_model_len, num_blocks=config.num_blocks or smallest)
     read_config(config.model)
     list_weights(config.model)
+    kernels_directory = _kernels_directory(config)
     from executor_svc.devices.cpu import CpuDevice, CpuSettings
 
     settings = CpuSettings(
@@ -36,10 +40,23 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
+        kv_memory_fraction=config.kv_memory_fraction,
+        kv_memory_cap_fraction=config.kv_memory_cap_fraction,
+        kv_memory_min_bytes=config.kv_memory_min_bytes or 0,
         max_num_seqs=config.num_seqs,
         max_num_batched_tokens=config.num_batched_tokens,
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
         num_seqs_buckets=config.num_seqs_buckets,
         num_threads=config.num_threads if ranks is None else ranks.num_threads(config.num_threads),
+        kernels_directory=kernels_directory,
+        require_cached=config.require_cached,
     )
     return CpuDevice(config.model, settings, ranks)
+
+
+def _kernels_directory(config: ExecutorConfig) -> pathlib.Path | None:
+    """A folder in the compile cache where one is named, and then that one must be of use. Raises ConfigError."""
+    if config.compile_cache is None:
+        return None
+    check_directory(config.compile_cache, is_read_only=config.require_cached)
+    return config.compile_cache / "kernels"

@@ -7,25 +7,38 @@ runs with PyTorch, and it says why. They take memory that torch owns; nothing of
 from __future__ import annotations
 
 import pathlib
+import time
 
 from executor_svc.kernels.build import BuildError, build, find_missing_features
 from executor_svc.kernels.native import NativeKernels
+from holdback.errors import ConfigError
+from holdback.types import CompileCounts
 
 __all__ = ["NativeKernels", "load_kernels"]
 
 
-def load_kernels(directory: pathlib.Path | None = None) -> tuple[NativeKernels | None, str]:
+def load_kernels(
+    directory: pathlib.Path | None = None, *, is_required: bool = False
+) -> tuple[NativeKernels | None, str]:
     """The kernels and one sentence on what runs; None with the reason where there are none.
 
     Args:
         directory: where compiled kernels are kept; None is `holdback/kernels` in the user's cache directory.
+        is_required: compile nothing; what this processor can run must be there.
+
+    Raises:
+        ConfigError: they are not there, and are required.
     """
     missing = find_missing_features()
     if missing:
         return None, f"PyTorch, for the processor lacks {', '.join(missing)}"
+    started_s = time.perf_counter()
     try:
-        path, was_built = build(directory)
-        kernels = NativeKernels(path)
+        path, was_built = build(directory, is_required=is_required)
+        compiled = CompileCounts(int(not was_built), int(was_built), time.perf_counter() - started_s)
+        kernels = NativeKernels(path, compiled)
     except (BuildError, OSError) as error:
+        if is_required:
+            raise ConfigError(f"the kernels of the cpu device are not there, as require_cached asks: {error}") from None
         return None, f"PyTorch, for the kernels cannot be built: {error}"
     return kernels, f"C++ with avx512_bf16, {'built now' if was_built else 'from the cache'}: {path.name}"

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import tempfile
 
+from executor_svc.cache_directory import CacheDirectoryError, prepare_directory, user_directory
+
 SOURCES = pathlib.Path(__file__).parent
 FEATURES = ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", *(f"-m{name.replace('_', '')}" for name in FEATURES))
@@ -29,24 +31,32 @@ def find_missing_features(cpu_info: pathlib.Path = pathlib.Path("/proc/cpuinfo")
     return [name for name in FEATURES if name not in flags]
 
 
-def default_directory() -> pathlib.Path:
-    """In the user's cache directory, where nobody else can put anything."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "holdback" / "kernels"
-
-
-def build(directory: pathlib.Path | None = None) -> tuple[pathlib.Path, bool]:
+def build(directory: pathlib.Path | None = None, *, is_required: bool = False) -> tuple[pathlib.Path, bool]:
     """Path of the compiled kernels, and whether they were compiled now.
 
+    Each compiler has its own. Without a compiler, those that any made from the same sources are taken.
+
+    Args:
+        directory: where they are kept; None is `holdback/kernels` in the user's cache directory.
+        is_required: compile nothing, and take those of any compiler.
+
     Raises:
-        BuildError: there is no compiler, it failed, or others could write to the directory.
+        BuildError: there is no compiler, it failed, others could write to the directory, or nothing is there.
         OSError: the directory cannot be written to.
     """
-    directory = directory or default_directory()
+    directory = directory or user_directory("kernels")
+    try:
+        prepare_directory(directory, is_read_only=is_required)
+    except CacheDirectoryError as error:
+        raise BuildError(f"{directory} {error}") from None
+    sources = _digest_of_sources()
+    found = sorted(directory.glob(f"kernels-{sources}-*.so"))
+    if found and (is_required or not _has_compiler()):
+        return found[-1], False
+    if is_required:
+        raise BuildError(f"{directory} has no kernels-{sources}-*.so; fill it with --compile-only")
     compiler = _find_compiler()
-    path = directory / f"kernels-{_key(compiler)}.so"
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _check_owner(directory)
+    path = directory / f"kernels-{sources}-{_digest_of(compiler)}.so"
     if path.is_file():
         return path, False
     with tempfile.TemporaryDirectory(dir=directory) as aside:
@@ -56,10 +66,12 @@ def build(directory: pathlib.Path | None = None) -> tuple[pathlib.Path, bool]:
     return path, True
 
 
-def _check_owner(directory: pathlib.Path) -> None:
-    found = directory.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise BuildError(f"{directory} can be written to by others, and what is in it would be run")
+def _has_compiler() -> bool:
+    try:
+        _find_compiler()
+    except BuildError:
+        return False
+    return True
 
 
 def _find_compiler() -> str:
@@ -70,9 +82,13 @@ def _find_compiler() -> str:
     raise BuildError(f"there is no C++ compiler{f' {wanted!r}, as CXX says' if wanted else ''}")
 
 
-def _key(compiler: str) -> str:
-    digest = hashlib.sha256(_run([compiler, "--version"]).encode())
-    digest.update(" ".join(FLAGS).encode())
+def _digest_of(compiler: str) -> str:
+    return hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]
+
+
+def _digest_of_sources() -> str:
+    """Of the sources and how they are compiled."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
     for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from executor_svc.kernels.memory import WeightMemory
+from holdback.types import CompileCounts
 
 PANEL = 32
 HEAD_DIMS = frozenset({64, 128, 256})
@@ -85,9 +86,15 @@ class PackedWeight:
 
 
 class NativeKernels:
-    """Runs on as many threads as torch does. Not for two callers at once."""
+    """Runs on as many threads as torch does. Not for two callers at once.
 
-    def __init__(self, path: pathlib.Path) -> None:
+    Args:
+        path: of the library.
+        compiled: what it took to have it.
+    """
+
+    def __init__(self, path: pathlib.Path, compiled: CompileCounts | None = None) -> None:
+        self.compiled = compiled
         library = ctypes.CDLL(str(path))
         for name in ("pack", "linear", "rank", "decode_attention", "prefill_attention", "layers"):
             getattr(library, f"holdback_{name}").restype = None

@@ -32,8 +32,13 @@ def identity(**changes: Any) -> dict[str, Any]:
     return describe_identity(**(settings | {"target": "trn2", "flags": ["-O1"]} | changes))
 
 
+def fixed_identity(**changes: Any) -> dict[str, Any]:
+    """Of sources that nobody edits while a test runs."""
+    return identity(**changes) | {"sources": "s"}
+
+
 def open_cache(directory: pathlib.Path, **changes: Any) -> CompileCache:
-    return CompileCache(directory, identity(**changes))
+    return CompileCache(directory, fixed_identity(**changes))
 
 
 def compile_graph(
@@ -155,7 +160,7 @@ def test_a_record_says_what_it_is_of(tmp_path: pathlib.Path) -> None:
     content = json.loads(record.read_bytes())
     assert (content["graph"], content["seconds"]) == ("decode of 8 rows, context 256", 1.5)
     assert content["artifacts"] == {"neff": 9}
-    assert json.loads((cache.folder.parent / "identity.json").read_bytes()) == identity()
+    assert json.loads((cache.folder.parent / "identity.json").read_bytes()) == fixed_identity()
 
 
 def test_a_cache_that_fills_up_is_a_log_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +262,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: pathlib.Path) -> Non
 
 def test_a_required_graph_that_is_missing_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     compile_graph(open_cache(tmp_path))
-    required = CompileCache(tmp_path, identity(), is_required=True)
+    required = CompileCache(tmp_path, fixed_identity(), is_required=True)
     assert compile_graph(required)
     with pytest.raises(ConfigError, match=r"the graph decode of 4 rows, context 256 is not in the compile cache '"):
         required.graph(GraphKey(Phase.DECODE, 4, 256), LIMITS)
@@ -266,8 +271,8 @@ def test_a_required_graph_that_is_missing_is_refused_by_name(tmp_path: pathlib.P
 
 def test_a_required_cache_is_not_written_to(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=r"which cannot be used: No such file or directory"):
-        CompileCache(tmp_path / "none", identity(), is_required=True)
-    required = CompileCache(tmp_path, identity(), is_required=True)
+        CompileCache(tmp_path / "none", fixed_identity(), is_required=True)
+    required = CompileCache(tmp_path, fixed_identity(), is_required=True)
     with pytest.raises(ConfigError, match="is not in the compile cache"):
         required.graph(KEY, LIMITS)
     assert list(tmp_path.iterdir()) == []
@@ -316,7 +321,7 @@ def test_a_warm_up_that_requires_every_graph_ends_at_the_first_that_is_missing(t
     device, _ = warmed_up(open_cache(tmp_path))
     assert device.compile_cache is not None
     next(device.compile_cache.folder.parent.glob("graphs/decode-2-*")).unlink()
-    required = CompilingDevice(CompileCache(tmp_path, identity(), is_required=True))
+    required = CompilingDevice(CompileCache(tmp_path, fixed_identity(), is_required=True))
     with pytest.raises(ConfigError, match="the graph decode of 2 rows, context 32 is not in the compile cache"):
         warm_up(required)
     assert required.num_compiled == 0
