@@ -43,7 +43,7 @@ class ExecutorConfig(ServiceConfig):
     model: pathlib.Path | None = pydantic.Field(
         None, description="model directory; needed by every device but simulated"
     )
-    dtype: Literal["bfloat16", "float32"] = pydantic.Field("bfloat16", description="of weights and KV memory")
+    dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field("bfloat16", description="of weights and KV memory")
     max_model_len: int | None = pydantic.Field(
         None, ge=2, le=2**24, description="most tokens of prompt and output together; null: the model's own limit"
     )

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from tokenizers import pre_tokenizers as pre
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from executor_svc.model_directory import read_config
+from executor_svc.model_config import read_config
 from executor_svc.models import DTYPES, load_plain, parse_dtype, quiet_transformers
 from holdback.errors import ConfigError
 

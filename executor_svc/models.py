@@ -1,31 +1,39 @@
 """Models: decoder-only definitions of transformers, with weights from a directory in Hugging Face layout.
 
-No model definition is written or changed here. A directory holds `config.json`, `*.safetensors` (with an index where
-there are several) and the tokenizer files, which the executor never reads. Whatever is wrong with it is found before
-the executor registers, with one sentence that says what. Nothing in it is executed or unpickled, nothing is fetched.
+No model definition is written or changed here. A directory holds `config.json`, `model.safetensors` or an index with
+its shards, and the tokenizer files, of which the executor only looks whether they fit. Whatever is wrong with it is
+found before the executor registers, with one sentence that says what. Nothing in it is executed or unpickled, nothing
+is fetched. Weights stay mapped to their files where the dtype is that of the files, so that executors of one machine
+share them and loading needs no second copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 import transformers
 
 from executor_svc import attention
 from executor_svc.fingerprint import fingerprint
-from executor_svc.model_directory import list_weights, read_config, read_json, refuse
+from executor_svc.model_config import choose_max_model_len, read_config, read_eos_token_ids
+from executor_svc.model_directory import check_tokenizer, list_weights, refuse
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
 
 if TYPE_CHECKING:
     from executor_svc.parallel.group import RankGroup
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+log = structlog.get_logger()
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parse_dtype(dtype: str) -> torch.dtype:
@@ -85,29 +93,35 @@ def load_model(
 
     Args:
         directory: in Hugging Face layout.
-        dtype: "float32" or "bfloat16"; weights are cast.
+        dtype: a key of `DTYPES`; weights are cast.
         max_model_len: lowers the model's own limit; None takes that.
         ranks: those that share the model; then this one's share alone is read. Only rank 0 takes the fingerprint.
 
     Raises:
         ConfigError: the directory is no model that can be run, or `max_model_len` is beyond the model's limit.
     """
+    started = time.perf_counter()
     torch_dtype = parse_dtype(dtype)
     config = read_config(directory)
-    model_len = _choose_max_model_len(config, max_model_len)
+    model_len = choose_max_model_len(config, max_model_len)
     weights = list_weights(directory)
     attention.register()
-    with quiet_transformers():
+    with quiet_transformers(show_bars=sys.stderr.isatty()):
         module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION, ranks=ranks)
-    text_config = module.config.get_text_config(decoder=True)
+    text = module.config.get_text_config(decoder=True)
+    vocab_size = int(text.vocab_size)
+    check_tokenizer(directory, vocab_size)
     info = ModelInfo(
         fingerprint=fingerprint(config, weights, dtype) if ranks is None or ranks.rank == 0 else "",
         name=directory.resolve().name,
-        vocab_size=int(text_config.vocab_size),
-        eos_token_ids=_eos_token_ids(directory, config, int(text_config.vocab_size)),
+        vocab_size=vocab_size,
+        eos_token_ids=read_eos_token_ids(directory, config, vocab_size),
         max_model_len=model_len,
     )
-    return LoadedModel(module, int(text_config.num_hidden_layers), info)
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    seconds = round(time.perf_counter() - started, 2)
+    log.info("model_loaded", model=info.name, kind=type(module).__name__, dtype=dtype, bytes=num_bytes, seconds=seconds)
+    return LoadedModel(module, int(text.num_hidden_layers), info)
 
 
 def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
@@ -120,11 +134,13 @@ def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
 def _load_module(
     directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str, ranks: RankGroup | None = None
 ) -> Any:
-    shared_loading = {} if ranks is None else ranks.loading_arguments(_parsed_config(directory))
+    config = _load_config(directory)
+    shared_loading = {} if ranks is None else ranks.loading_arguments(config)
     auto_class: Any = transformers.AutoModelForCausalLM
-    try:
+    with _refusing_what_transformers_raises(directory):
         module, report = auto_class.from_pretrained(
             str(directory),
+            config=config,
             dtype=dtype,
             attn_implementation=attn_implementation,
             local_files_only=True,
@@ -133,19 +149,62 @@ def _load_module(
             output_loading_info=True,
             **shared_loading,
         )
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        raise refuse(directory, f"holds nothing that transformers can load: {error}") from error
-    for problem in ("missing_keys", "mismatched_keys"):
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[problem]:
             found = sorted(str(key) for key in report[problem])
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise refuse(directory, f"has weights with {problem.replace('_', ' ')}: {shown}")
+    _check_finite(directory, module, dtype)
     return module.eval().requires_grad_(False)
 
 
-def _parsed_config(directory: pathlib.Path) -> Any:
-    auto_class: Any = transformers.AutoConfig
-    return auto_class.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+def _load_config(directory: pathlib.Path) -> Any:
+    """The configuration, of a model that generates text and is the one that its weights were written by."""
+    raw = read_config(directory)
+    kind, written_by = raw["model_type"], raw["architectures"]
+    if kind not in transformers.CONFIG_MAPPING:
+        own_code = "; its own code (auto_map) is never run" if raw.get("auto_map") else ""
+        raise refuse(directory, f"is of model_type {kind!r}, which transformers does not know{own_code}")
+    with _refusing_what_transformers_raises(directory):
+        config: Any = transformers.AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    found = mapping.get(type(config), ())
+    names = [one.__name__ for one in (found if isinstance(found, (tuple, list)) else (found,))]
+    if not names:
+        raise refuse(directory, f"is of model_type {kind!r}, of which transformers has no model that generates text")
+    if not set(names) & set(written_by):
+        raise refuse(
+            directory, f"has architectures {written_by} but model_type {kind!r}, which is {' or '.join(names)}"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def _refusing_what_transformers_raises(directory: pathlib.Path) -> Iterator[None]:
+    """A broken configuration makes it raise anything at all, from ZeroDivisionError to errors of its own validation."""
+    try:
+        yield
+    except Exception as error:
+        if attention.IMPLEMENTATION in str(error):
+            raise refuse(directory, "is a model whose attention cannot be replaced by paged attention") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        shown = reason if len(reason) <= 300 else f"{reason[:297]}..."
+        raise refuse(directory, f"holds nothing that transformers can load: {shown}") from error
+
+
+@torch.no_grad()
+def _check_finite(directory: pathlib.Path, module: Any, dtype: torch.dtype) -> None:
+    """One pass over the weights in memory; where they are mapped it is the one that reads them from the disk."""
+    seen: set[int] = set()
+    for name, weight in module.state_dict(keep_vars=True).items():
+        tensor = weight.to_local() if hasattr(weight, "to_local") else weight  # this rank's share of it
+        if not tensor.is_floating_point() or tensor.data_ptr() in seen or tensor.numel() == 0:
+            continue
+        seen.add(tensor.data_ptr())
+        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
+            raise refuse(directory, f"has the weight {name} with NaN or infinite numbers in {dtype}")
 
 
 @contextlib.contextmanager
@@ -160,39 +219,3 @@ def quiet_transformers(*, show_bars: bool = False) -> Iterator[None]:
     finally:
         logging.set_verbosity(before)
         (logging.enable_progress_bar if had_bars else logging.disable_progress_bar)()
-
-
-def _choose_max_model_len(config: dict[str, Any], wanted: int | None) -> int:
-    text_config = config.get("text_config") or config
-    limit = text_config.get("max_position_embeddings") or text_config.get("n_positions")
-    if not isinstance(limit, int) or limit < 2:
-        if wanted is None:
-            raise ConfigError("max_model_len is not set, and config.json has no max_position_embeddings for it")
-        return wanted
-    limit = max(limit, _scaled_limit(text_config))
-    if wanted is None:
-        return limit
-    if not 2 <= wanted <= limit:
-        raise ConfigError(f"max_model_len is {wanted}; allowed: [2, {limit}], as the model's config.json says")
-    return wanted
-
-
-def _scaled_limit(text_config: dict[str, Any]) -> int:
-    """What RoPE scaling stretches the trained length to, where the configuration states both; else 0."""
-    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
-    trained, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    return int(trained * factor) if isinstance(trained, int) and isinstance(factor, (int, float)) else 0
-
-
-def _eos_token_ids(directory: pathlib.Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Of generation_config.json, which is what `generate` goes by, else of config.json; none is allowed."""
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    found = generation.get("eos_token_id")
-    if found is None:
-        found = (config.get("text_config") or config).get("eos_token_id")
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    for token_id in ids:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise ConfigError(f"eos_token_id is {token_id}; allowed: [0, {vocab_size}), the vocabulary of the model")
-    return tuple(dict.fromkeys(ids))
