@@ -10,14 +10,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 
-from holdback.buckets import check_limits, get_default_num_batched_tokens_buckets, get_default_num_seqs_buckets
+from holdback.buckets import (
+    SMALLEST_DEFAULT_PREFILL_BUCKET,
+    check_limits,
+    get_default_decode_context_length_buckets,
+    get_default_num_batched_tokens_buckets,
+    get_default_num_seqs_buckets,
+)
 from holdback.config import ServiceConfig
 from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits
 
-DEVICES = ("cpu", "simulated")
+DEVICES = ("cpu", "neuron", "simulated")
 DEFAULT_MAX_NUM_SEQS = 32
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+NEURON_MAX_NUM_BATCHED_TOKENS = 2048
+NEURON_SMALLEST_PREFILL_BUCKET = 512
 
 
 def _split(value: Any) -> Any:
@@ -43,7 +51,9 @@ class ExecutorConfig(ServiceConfig):
     model: pathlib.Path | None = pydantic.Field(
         None, description="model directory; needed by every device but simulated"
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field("bfloat16", description="of weights and KV memory")
+    dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field(
+        "bfloat16", description="of weights and KV memory"
+    )
     max_model_len: int | None = pydantic.Field(
         None, ge=2, le=2**24, description="most tokens of prompt and output together; null: the model's own limit"
     )
@@ -74,13 +84,30 @@ class ExecutorConfig(ServiceConfig):
         None,
         ge=1,
         le=2**20,
-        description=f"tokens of a prefill chunk; null: the largest prefill bucket, {DEFAULT_MAX_NUM_BATCHED_TOKENS}",
+        description=f"tokens of a prefill chunk; null: the largest prefill bucket, {DEFAULT_MAX_NUM_BATCHED_TOKENS} "
+        f"({NEURON_MAX_NUM_BATCHED_TOKENS} on neuron)",
     )
     num_batched_tokens_buckets: Buckets | None = pydantic.Field(
-        None, description="prefill shapes in tokens, as a,b; null: powers of two from 128"
+        None,
+        description=f"prefill shapes in tokens, as a,b; null: powers of two from 128 ({NEURON_SMALLEST_PREFILL_BUCKET} "
+        "on neuron)",
     )
     num_seqs_buckets: Buckets | None = pydantic.Field(
         None, description="decode shapes in rows, as a,b; null: powers of two from 1"
+    )
+    decode_context_length_buckets: Buckets | None = pydantic.Field(
+        None,
+        description="context shapes in tokens, as a,b, to which max_model_len is added; null: powers of two from 256 "
+        "on neuron, none elsewhere; not on the cpu, where the length of the context is data",
+    )
+    neuron_cores: str | None = pydantic.Field(
+        None,
+        pattern=r"^\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*$",
+        max_length=200,
+        description="NeuronCores to use, as 0-3 or 4,5; null: those that NEURON_RT_VISIBLE_CORES names, else all",
+    )
+    neuron_memory_bytes: int | None = pydantic.Field(
+        None, ge=1, description="memory of a NeuronCore; null: as its runtime reports it"
     )
     num_threads: int | None = pydantic.Field(
         None, ge=1, le=1024, description="threads of the cpu device; null: all cores"
@@ -93,7 +120,10 @@ class ExecutorConfig(ServiceConfig):
     )
     compile_only: bool = pydantic.Field(False, description="fill the compile cache and end, without a scheduler")
     tensor_parallel_size: int = pydantic.Field(
-        1, ge=1, le=256, description="processes that share the model, each with a part of every layer; 1: this one alone"
+        1,
+        ge=1,
+        le=256,
+        description="processes that share the model, each with a part of every layer; 1: this one alone",
     )
     executor_id: str | None = pydantic.Field(
         None, min_length=1, max_length=128, description="name for people and logs; null: host name and process id"
@@ -159,8 +189,6 @@ class ExecutorConfig(ServiceConfig):
     @pydantic.field_validator("device")
     @classmethod
     def _known_device(cls, value: str) -> str:
-        if value == "neuron":
-            raise ValueError(f"this version cannot run on neuron yet; allowed: {', '.join(DEVICES)}")
         if value not in DEVICES:
             raise ValueError(f"allowed: {', '.join(DEVICES)}")
         return value
@@ -179,6 +207,11 @@ class ExecutorConfig(ServiceConfig):
             raise ValueError(f"model is required by the device {self.device}")
         if self.device == "simulated" and self.tensor_parallel_size > 1:
             raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; allowed on the device simulated: 1")
+        if self.device == "cpu" and self.decode_context_length_buckets is not None:
+            shown = list(self.decode_context_length_buckets)
+            raise ValueError(f"decode_context_length_buckets is {shown}; allowed on the device cpu: none")
+        if self.device != "neuron" and self.neuron_cores is not None:
+            raise ValueError(f"neuron_cores is {self.neuron_cores!r}; allowed on the device {self.device}: none")
         self._check_kv_memory()
         return self
 
@@ -218,7 +251,7 @@ class ExecutorConfig(ServiceConfig):
             return self.max_num_batched_tokens
         if self.num_batched_tokens_buckets:
             return self.num_batched_tokens_buckets[-1]
-        return DEFAULT_MAX_NUM_BATCHED_TOKENS
+        return NEURON_MAX_NUM_BATCHED_TOKENS if self.device == "neuron" else DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 def build_limits(config: ExecutorConfig, *, max_model_len: int, num_blocks: int) -> ExecutorLimits:
@@ -233,15 +266,24 @@ def build_limits(config: ExecutorConfig, *, max_model_len: int, num_blocks: int)
         ConfigError: K1 or K2 refuse it, with both numbers.
     """
     largest = min(config.num_batched_tokens, max_model_len)
+    smallest = NEURON_SMALLEST_PREFILL_BUCKET if config.device == "neuron" else SMALLEST_DEFAULT_PREFILL_BUCKET
     limits = ExecutorLimits(
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.num_seqs,
         max_num_batched_tokens=config.num_batched_tokens,
         num_batched_tokens_buckets=(
-            config.num_batched_tokens_buckets or tuple(get_default_num_batched_tokens_buckets(largest))
+            config.num_batched_tokens_buckets or tuple(get_default_num_batched_tokens_buckets(largest, smallest))
         ),
         num_seqs_buckets=config.num_seqs_buckets or tuple(get_default_num_seqs_buckets(config.num_seqs)),
+        decode_context_length_buckets=_context_buckets(config, max_model_len),
     )
     check_limits(limits, max_model_len)
     return limits
+
+
+def _context_buckets(config: ExecutorConfig, max_model_len: int) -> tuple[int, ...]:
+    given = config.decode_context_length_buckets
+    if given is not None:
+        return given if given[-1] == max_model_len else (*given, max_model_len)
+    return tuple(get_default_decode_context_length_buckets(max_model_len)) if config.device == "neuron" else ()

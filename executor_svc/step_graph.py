@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def make_step(model: LoadedModel, key: GraphKey, num_top: int) -> Step:
         else:
             input_ids = state.last_token.index_select(0, slots).long()
             logits = model.logits(input_ids[:, None], positions[:, None], context)
-        rows = SamplingRows(*inputs.row_floats.unbind(1), bans_endings=bans > 0)
+        rows = SamplingRows._make([*inputs.row_floats.unbind(1), bans > 0])
         sampled = sample_rows(logits, rows, state.tables, slots, num_top)
         state.last_token.index_copy_(0, slots, sampled.token_ids)
         return sampled
@@ -104,7 +105,7 @@ def make_step(model: LoadedModel, key: GraphKey, num_top: int) -> Step:
 
 
 def compile_step(step: Step, key: GraphKey, backend: str | Callable[..., Any]) -> Step:
-    """Compiles on the first call. A call that would compile again raises; see `docs/executor.md`.
+    """Compiles on the first call. `forbidding_compilation` is for those after it.
 
     Args:
         step: of `make_step`.
@@ -116,9 +117,14 @@ def compile_step(step: Step, key: GraphKey, backend: str | Callable[..., Any]) -
         backend=backend,
         fullgraph=True,
         dynamic=False,
-        recompile_limit=1,
     )
     return compiled
+
+
+def forbidding_compilation() -> AbstractContextManager[None]:
+    """Within it, and in every thread, a call that would compile raises RuntimeError, with what differs."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
 
 
 def _named(step: Step, name: str) -> Step:

@@ -14,20 +14,32 @@ from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits
 
 SMALLEST_DEFAULT_PREFILL_BUCKET = 128
+SMALLEST_DEFAULT_CONTEXT_BUCKET = 256
 
 
-def get_default_num_batched_tokens_buckets(max_num_batched_tokens: int) -> list[int]:
+def get_default_num_batched_tokens_buckets(
+    max_num_batched_tokens: int, smallest: int = SMALLEST_DEFAULT_PREFILL_BUCKET
+) -> list[int]:
     """Powers of two from 128 to `max_num_batched_tokens`, which is appended when it is none; it alone below 128.
 
     Args:
         max_num_batched_tokens: the effective one, `min(max_num_batched_tokens, max_model_len)`, >= 1.
+        smallest: instead of 128, for a device that takes none so small.
     """
-    return _powers_of_two(SMALLEST_DEFAULT_PREFILL_BUCKET, max_num_batched_tokens)
+    return _powers_of_two(smallest, max_num_batched_tokens)
 
 
 def get_default_num_seqs_buckets(max_num_seqs: int) -> list[int]:
     """Powers of two from 1 to `max_num_seqs` (>= 1), which is appended when it is none."""
     return _powers_of_two(1, max_num_seqs)
+
+
+def get_default_decode_context_length_buckets(max_model_len: int) -> list[int]:
+    """Powers of two from 256 below `max_model_len` (>= 1), and that; it alone up to 256.
+
+    For a device whose graphs have a fixed context: a short conversation then does not pay for the longest one.
+    """
+    return _powers_of_two(SMALLEST_DEFAULT_CONTEXT_BUCKET, max_model_len)
 
 
 def _powers_of_two(smallest: int, largest: int) -> list[int]:

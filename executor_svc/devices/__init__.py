@@ -29,6 +29,10 @@ def create_local_device(config: ExecutorConfig, ranks: RankGroup | None = None) 
         from executor_svc.devices.simulated_config import create_simulated_device
 
         return create_simulated_device(config)
+    if config.device == "neuron":
+        from executor_svc.devices.neuron_config import create_neuron_device
+
+        return create_neuron_device(config)
     from executor_svc.devices.cpu_config import create_cpu_device
 
     return create_cpu_device(config, ranks)

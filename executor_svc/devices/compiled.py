@@ -8,6 +8,7 @@ runs has ended.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,11 +32,11 @@ from executor_svc.step_graph import (
     StepState,
     StepTensors,
     compile_step,
+    forbidding_compilation,
     make_step,
     num_context_blocks,
 )
 from executor_svc.step_sampling import MAX_LOGPROBS, SampledRows
-from holdback.errors import InternalError
 from holdback.types import ExecutorLimits, Phase, RequestSpec, SamplingParams, TokenLogprobs
 
 _UNCHANGED = SamplingParams(temperature=0.0)
@@ -111,6 +112,7 @@ class CompiledDevice(Device):
         self._steps: dict[GraphKey, Step] = {
             key: compile_step(make_step(model, key, num_top), key, settings.backend) for key in self.declared_graphs()
         }
+        self._built: set[GraphKey] = set()
         self.kv_cache = KVCache(layers, limits.num_blocks, limits.block_size, model.module.dtype, settings.device)
         self._tables = DeviceTables(limits.max_num_seqs, self.model, num_top, settings.device)
         last_token = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=settings.device)
@@ -195,10 +197,7 @@ class CompiledDevice(Device):
         device = self._settings.device
         inputs = StepTensors(*(tensor.to(device, non_blocking=True) for tensor in requested.tensors))
         started_ns = time.perf_counter_ns()
-        try:
-            sampled = self._steps[requested.key](self._state, inputs)
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise InternalError(f"the graph {requested.key} would have to be compiled again: {error}") from error
+        sampled = self._call(requested.key, inputs)
         running = _Running(None, requested.sampling, requested.num_rows, started_ns)
         if requested.sampling is not None:
             running.sampled = SampledRows(*(tensor.to("cpu", non_blocking=True) for tensor in sampled))
@@ -208,6 +207,13 @@ class CompiledDevice(Device):
             running.done = torch.get_device_module(device).Event()
             running.done.record()
         return running
+
+    def _call(self, key: GraphKey, inputs: StepTensors) -> SampledRows:
+        """The first call of a graph compiles it, in a warm-up; a later one that would is an error, not a pause."""
+        is_first = key not in self._built
+        self._built.add(key)
+        with contextlib.nullcontext() if is_first else forbidding_compilation():
+            return self._steps[key](self._state, inputs)
 
     @torch.no_grad()
     def _reset(self) -> None:

@@ -59,8 +59,11 @@ def test_an_executor_has_a_name_without_being_given_one() -> None:
     ("arguments", "message"),
     [
         ([], "model is required by the device cpu"),
-        (["--device", "neuron", "--model", "m"], "this version cannot run on neuron yet; allowed: cpu, simulated"),
-        (["--device", "gpu"], "device is 'gpu'; allowed: cpu, simulated"),
+        (["--device", "neuron"], "model is required by the device neuron"),
+        (["--device", "gpu"], "device is 'gpu'; allowed: cpu, neuron, simulated"),
+        (["--model", "m", "--decode-context-length-buckets", "256"], "is [256]; allowed on the device cpu: none"),
+        (["--model", "m", "--neuron-cores", "0-3"], "neuron_cores is '0-3'; allowed on the device cpu: none"),
+        (["--device", "neuron", "--model", "m", "--neuron-cores", "all"], "neuron_cores is 'all'"),
         (["--device", "simulated", "--num-blocks", "9", "--kv-cache-bytes", "99"], "allowed: one of them"),
         (["--device", "simulated", "--kv-cache-bytes", "99"], "allowed on the device simulated: num_blocks"),
         (["--model", "m", "--dtype", "float16"], "dtype is 'float16'"),

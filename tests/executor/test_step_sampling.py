@@ -41,7 +41,7 @@ class Both:
         numbers = torch.tensor([pack_numbers(row, VOCAB_SIZE) for row in params])
         numbers[:, -1] = uniform
         bans = torch.tensor([num_outputs < row.min_tokens for row in params])
-        rows = SamplingRows(*numbers.unbind(1), bans_endings=bans)
+        rows = SamplingRows._make([*numbers.unbind(1), bans])
         return ours, sample_rows(logits.clone(), rows, self.tables.tensors, torch.tensor(slots))
 
 

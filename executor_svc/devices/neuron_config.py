@@ -1,0 +1,169 @@
+"""The neuron device as an executor's configuration describes it, and what it must find in its environment.
+
+The Neuron runtime reads the environment when it is loaded, so everything here happens before torch is.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from executor_svc.compile_cache import CompileCache, describe_identity
+from executor_svc.config import ExecutorConfig, build_limits
+from executor_svc.fingerprint import fingerprint
+from executor_svc.model_config import choose_max_model_len, read_config
+from executor_svc.model_directory import list_weights
+from holdback.buckets import blocks_for
+from holdback.errors import ConfigError
+from holdback.types import ExecutorLimits
+
+if TYPE_CHECKING:
+    from executor_svc.devices.neuron import NeuronDevice
+
+log = structlog.get_logger(__name__)
+
+VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
+NUM_CORES = "NEURON_RT_NUM_CORES"
+COMPILER_FLAGS = "NEURON_CC_FLAGS"
+CACHE_FOLDERS = {"TORCH_NEURONX_NEFF_CACHE_DIR": "neff", "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": "locks"}
+"""Variables of torch-neuronx, and the folders of ours that they name: of compiled graphs, and of its locks."""
+
+CONTEXT_MULTIPLE = 128
+SMALLEST_SEGMENT, LARGEST_SEGMENT = 512, 4096
+
+# Two graphs of one model differ between generations of the hardware; on EC2 this file has the instance type.
+_INSTANCE_TYPE = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
+# Generations of NeuronCores, and how they are grouped, change what is compiled too.
+_TARGET_VARIABLES = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE", "NEURON_PLATFORM_TARGET_OVERRIDE")
+
+
+def create_neuron_device(config: ExecutorConfig) -> NeuronDevice:
+    """Refuses what settings, directory and machine show to be impossible, then loads the model. Raises ConfigError."""
+    if config.model is None:
+        raise ConfigError("model is required by the device neuron")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}; allowed on the device neuron: 1")
+    model_config = read_config(config.model)
+    weights = list_weights(config.model)
+    max_model_len = choose_max_model_len(model_config, config.max_model_len)
+    smallest = 1 + blocks_for(max_model_len, config.block_size)
+    check_neuron_limits(build_limits(config, max_model_len=max_model_len, num_blocks=config.num_blocks or smallest))
+    pin_cores(config, os.environ)
+    identity = describe_identity(
+        backend="neuron",
+        fingerprint=fingerprint(model_config, weights, config.dtype),
+        dtype=config.dtype,
+        max_model_len=max_model_len,
+        target=_target(),
+        flags=os.environ.get(COMPILER_FLAGS, "").split(),
+    )
+    cache = CompileCache(config.compile_cache, identity, is_required=config.require_cached)
+    name_cache(cache.folder, os.environ)
+    from executor_svc.devices.neuron import load_neuron_device
+
+    return load_neuron_device(config, cache)
+
+
+def check_neuron_limits(limits: ExecutorLimits) -> None:
+    """What this device asks of shapes, beyond K1 and K2. Raises ConfigError with the first that is wrong."""
+    for context in limits.decode_context_length_buckets:
+        if context % CONTEXT_MULTIPLE:
+            raise ConfigError(
+                f"decode_context_length_buckets has {context}; allowed on the device neuron: multiples of "
+                f"{CONTEXT_MULTIPLE}, max_model_len, which is the last, among them"
+            )
+    for size in limits.num_batched_tokens_buckets:
+        if not SMALLEST_SEGMENT <= size <= LARGEST_SEGMENT:
+            raise ConfigError(
+                f"num_batched_tokens_buckets has {size}; allowed on the device neuron: [{SMALLEST_SEGMENT}, "
+                f"{LARGEST_SEGMENT}]"
+            )
+        if size % limits.block_size:
+            raise ConfigError(
+                f"block_size is {limits.block_size}; allowed on the device neuron: what divides each of "
+                f"num_batched_tokens_buckets, among which is {size}"
+            )
+
+
+def pin_cores(config: ExecutorConfig, environment: MutableMapping[str, str]) -> None:
+    """Names the cores of this process to the Neuron runtime, which else takes all of the machine.
+
+    Cores that were named before, as the device plugin of Kubernetes does, are left alone.
+
+    Args:
+        config: for `neuron_cores`.
+        environment: of this process, before the runtime is loaded.
+
+    Raises:
+        ConfigError: both name cores.
+    """
+    if config.neuron_cores is None:
+        return
+    for name in (VISIBLE_CORES, NUM_CORES):
+        if name in environment:
+            raise ConfigError(
+                f"neuron_cores is {config.neuron_cores!r} and {name} is {environment[name]!r}; allowed: one of them"
+            )
+    environment[VISIBLE_CORES] = config.neuron_cores
+    log.info("neuron_cores", cores=config.neuron_cores)
+
+
+def rank_environment(config: ExecutorConfig, rank: int) -> dict[str, str]:
+    """What one rank of an executor needs in its environment on the device neuron: a core, and who it is.
+
+    Rank r gets the r-th of the executor's cores: those of `neuron_cores`, else of NEURON_RT_VISIBLE_CORES, else 0 to
+    n - 1.
+
+    Args:
+        config: of the executor; `tensor_parallel_size` is n.
+        rank: in [0, n).
+
+    Raises:
+        ConfigError: there are fewer cores than ranks.
+    """
+    size = config.tensor_parallel_size
+    named = config.neuron_cores or os.environ.get(VISIBLE_CORES)
+    cores = list(range(size)) if named is None else parse_cores(named)
+    if len(cores) < size:
+        raise ConfigError(f"tensor_parallel_size is {size}; allowed: at most {len(cores)}, the cores in {named!r}")
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {VISIBLE_CORES: str(cores[rank]), NUM_CORES: "1"} | {name: str(value) for name, value in local.items()}
+
+
+def parse_cores(named: str) -> list[int]:
+    """`0-3,6` is 0, 1, 2, 3, 6. Raises ConfigError for anything that is no such list."""
+    cores: list[int] = []
+    for part in named.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+            raise ConfigError(f"the cores {named!r} are no list such as 0-3 or 4,5")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def name_cache(folder: pathlib.Path, environment: MutableMapping[str, str]) -> None:
+    """Has torch-neuronx keep what it compiles in a folder of our compile cache. Raises ConfigError.
+
+    Args:
+        folder: of the artifacts.
+        environment: of this process, before torch-neuronx is loaded.
+    """
+    for name, part in CACHE_FOLDERS.items():
+        path = str(folder / part)
+        if environment.get(name, path) != path:
+            raise ConfigError(f"{name} is {environment[name]!r}; allowed: unset, for compile_cache decides it")
+        environment[name] = path
+
+
+def _target() -> str:
+    """What the graphs are compiled for, as far as it can be told before the runtime is loaded."""
+    try:
+        instance_type = _INSTANCE_TYPE.read_text(encoding="utf-8").strip()
+    except OSError:
+        instance_type = "unknown"
+    variables = [f"{name}={os.environ[name]}" for name in _TARGET_VARIABLES if name in os.environ]
+    return " ".join([instance_type, *variables])
