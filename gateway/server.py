@@ -19,15 +19,14 @@ from gateway.chat import ChatTemplate
 from gateway.config import GatewayConfig, PoolConfig
 from gateway.engine_client import EngineClient
 from gateway.generations import Generations
-from gateway.inference import InferenceService
 from gateway.pool import Pool, Pools
+from gateway.services import GrpcServices
 from gateway.template_workers import TemplateWorkers
 from gateway.tokenizer import Tokenizer
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
 from holdback.ports import write_ports_file
-from holdback.v1 import inference_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +53,7 @@ class GatewayServer:
         self._access = create_access(config.api_keys)
         self._server = rpc.create_server([Authentication(self._access)])
         self._generations = Generations(self.pools)
+        self._services: GrpcServices
         self.templates = TemplateWorkers(config.template_timeout_s)
         self._is_draining = False
         self._readiness_tasks: list[asyncio.Task[None]] = []
@@ -68,7 +68,8 @@ class GatewayServer:
         session = secrets.token_hex(SESSION_BYTES)
         self.pools = Pools([await self._load_pool(pool, session) for pool in self._config.all_pools()])
         self._generations = Generations(self.pools)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self._generations), self._server)
+        self._services = GrpcServices(self._config, self._generations, self._health)
+        self._services.add_to(self._server)
         self.port = rpc.bind(self._server, self._config.host, self._config.port)
         await self._server.start()
         for pool in self.pools:
@@ -82,7 +83,7 @@ class GatewayServer:
         """Refuses new calls and returns when the running generations have ended; after `drain_timeout_s` they fail."""
         self._is_draining = True
         self._generations.drain()
-        await self._health.set_ready(False)
+        await self._services.report_health(is_draining=True)
         log.info("gateway_drains", timeout_s=self._config.drain_timeout_s)
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
@@ -119,8 +120,7 @@ class GatewayServer:
     async def _report_readiness(self, pool: Pool) -> None:
         while True:
             next_change = pool.engine.next_change
-            if not self._is_draining:
-                await self._health.set_ready(self.pools.is_ready)
+            await self._services.report_health(is_draining=self._is_draining)
             await next_change.wait()
 
 

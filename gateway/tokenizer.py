@@ -47,8 +47,8 @@ class Tokenizer:
         self.table = TokenTable(backend)
         self.special_tokens = _special_tokens(config)
         self.chat_template = chat_template
-        self.bos_token_id = self._id_of("bos_token")
-        self.eos_token_ids = _eos_token_ids(files, self._id_of("eos_token"))
+        self.bos_token_id = self.id_of("bos_token")
+        self.eos_token_ids = _eos_token_ids(files, self.id_of("eos_token"))
         self.largest_token_id = max(backend.get_vocab(with_added_tokens=True).values())
         self._prefix, self._suffix = self._added_tokens()
 
@@ -115,7 +115,7 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def _id_of(self, name: str) -> int | None:
+    def id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
