@@ -173,9 +173,10 @@ class RequestTable:
             elif params is self._params.get(slot):
                 rows.append(_SLOTS_PARAMS)
             else:
-                number = told.setdefault(id(params), len(told))
-                frame.arrays[f"params {number}"] = _bytes_of(encode_sampling(params).SerializeToString())
-                rows.append(number)
+                if id(params) not in told:
+                    frame.arrays[f"params {len(told)}"] = _bytes_of(encode_sampling(params).SerializeToString())
+                    told[id(params)] = len(told)
+                rows.append(told[id(params)])
         frame.fields["params"] = rows
         frame.arrays |= {"num_outputs": sampling.num_outputs, "uniform": sampling.uniform}
 

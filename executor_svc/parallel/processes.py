@@ -77,8 +77,10 @@ class RankProcesses:
             for number in range(1, config.tensor_parallel_size):
                 added = environment(number) if environment is not None else {}
                 self._ranks.append(_Rank(number, config.tensor_parallel_size, added, self._note))
-        finally:
-            self.send(start)
+        except BaseException:
+            self.close()
+            raise
+        self.send(start)
         log.info("ranks_started", pids={rank.number: rank.process.pid for rank in self._ranks})
 
     def wait_for(self, stage: str) -> None:
