@@ -43,7 +43,7 @@ test: model ## all tests; CASE=B07 for those of one case
 	$(PYTEST)
 
 test-unit: venv ## the pure tests, under a minute
-	$(PYTEST) -m 'not loopback and not model'
+	$(PYTEST) -m 'not loopback and not model and not compiled'
 
 check: check-lint check-types check-protos check-layers check-pythons ## lint, types, protos, layering, other Pythons
 
