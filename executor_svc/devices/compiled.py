@@ -90,7 +90,7 @@ class _Requested:
 
 
 class CompiledDevice(Device):
-    """A model whose every step is one compiled graph.
+    """A model whose every step is one compiled graph. A kind of device that is served is a subclass with its name.
 
     Args:
         model: checked (`model_probe`), and on the device already.
@@ -101,6 +101,8 @@ class CompiledDevice(Device):
     Attributes:
         kv_cache: KV memory, on the device.
     """
+
+    kind = "compiled"
 
     def __init__(
         self, model: LoadedModel, layers: Sequence[LayerShape], limits: ExecutorLimits, settings: GraphSettings

@@ -61,6 +61,8 @@ def check_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Counter[s
     names: Counter[str] = Counter()
     for node in graph.graph.nodes:
         for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+            if value is None:
+                continue
             assert isinstance(value, torch.Tensor), f"{node} gives a {type(value).__name__}"
             assert all(isinstance(size, int) for size in value.shape), f"{node} has the shape {value.shape}"
         if node.op == "call_function" and not is_getitem(node):
