@@ -84,6 +84,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     ) -> vllm_engine_pb2.HealthCheckResponse:
         """Healthy means: a request sent now would be served."""
         async with _answering(context):
+            self._generations.check_open()
             pool = self._served.pool
             message = "" if pool.is_ready else pool.engine.status.not_ready_reason
             if pool.refusal is not None:

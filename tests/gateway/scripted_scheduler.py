@@ -25,6 +25,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         adds: submissions not looked at yet.
         aborts: aborts not looked at yet, as (request id, generation).
         hellos: of all streams so far.
+        load: what it answers when it is asked for its load, while `may_answer_load` is set.
+        num_load_questions: how often it was asked.
         connected: set while a gateway's stream is open and was told the pool's status.
     """
 
@@ -34,6 +36,10 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.finish_reason = FinishReason.STOP
         self.protocol_major = PROTOCOL_VERSION[0]
         self.default_max_tokens = 16
+        self.load = scheduler_pb2.GetLoadResponse()
+        self.may_answer_load = asyncio.Event()
+        self.may_answer_load.set()
+        self.num_load_questions = 0
         self.port = 0
         self.adds: asyncio.Queue[scheduler_pb2.AddRequest] = asyncio.Queue()
         self.aborts: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
@@ -79,7 +85,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         raise NotImplementedError
 
     async def GetLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
+        self.num_load_questions += 1
+        await self.may_answer_load.wait()
+        return self.load
 
     async def GetState(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
