@@ -29,6 +29,7 @@ class RunningRequests:
         num_blocks: int64 [max_num_seqs], used entries of each row of `block_tables`.
         num_computed_tokens: int64 [max_num_seqs], tokens that launched steps compute, prefix hits included.
         num_prefill_tokens: int64 [max_num_seqs], prompt and outputs that were told with the request.
+        num_holders: int64 [num_blocks], block tables that a block is in; more than one where a prefix is shared.
         num_outputs: int64 [max_num_seqs], outputs that exist or that a launched step samples.
         seeds: uint64 [max_num_seqs], each request's seed as `random_numbers` wants it.
         params: by slot; None where no request is.
@@ -42,11 +43,13 @@ class RunningRequests:
         self.slots: dict[str, int] = {}
         self.block_tables = np.zeros((rows, width), np.int32)
         self.num_blocks = np.zeros(rows, np.int64)
+        self.num_holders = np.zeros(limits.num_blocks, np.int64)
         self.num_computed_tokens = np.zeros(rows, np.int64)
         self.num_prefill_tokens = np.zeros(rows, np.int64)
         self.num_outputs = np.zeros(rows, np.int64)
         self.seeds = np.zeros(rows, np.uint64)
         self.params: list[SamplingParams | None] = [None] * rows
+        self._num_hit_blocks = np.zeros(rows, np.int64)
         self._token_ids: list[Int32 | None] = [None] * rows
 
     def slot_of(self, req_id: str) -> int:
@@ -80,6 +83,7 @@ class RunningRequests:
         self.slots[new.req_id] = slot
         self._token_ids[slot] = token_ids
         self.num_blocks[slot] = 0
+        self._num_hit_blocks[slot] = computed // limits.block_size
         self.num_computed_tokens[slot] = computed
         self.num_prefill_tokens[slot] = len(token_ids)
         self.num_outputs[slot] = len(new.spec.output_token_ids)
@@ -99,26 +103,44 @@ class RunningRequests:
         return token_ids.astype(np.int32)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        """Appends to a request's block table. Raises InternalError for a block that is none or too many of them."""
+        """Appends to a request's block table.
+
+        Only what a prefix hit holds, which is read and never written, may be in another table too.
+
+        Raises:
+            InternalError: a block is none, somebody else holds one that this request would write to, or there are too
+                many of them.
+        """
         used, num_blocks = int(self.num_blocks[slot]), self._limits.num_blocks
-        for block_id in block_ids:
-            if not 1 <= block_id < num_blocks:
-                raise refuse("block", block_id, f"[1, {num_blocks}); block 0 is the null block")
         end, width = used + len(block_ids), self.block_tables.shape[1]
         if end > width:
             raise refuse("blocks of one request", end, f"at most {width}, max_model_len")
+        for block_id in block_ids:
+            if not 1 <= block_id < num_blocks:
+                raise refuse("block", block_id, f"[1, {num_blocks}); block 0 is the null block")
+        num_read = max(0, int(self._num_hit_blocks[slot]) - used)
+        if num_read:
+            np.add.at(self.num_holders, block_ids[:num_read], 1)
+        for block_id in block_ids[num_read:]:
+            if self.num_holders[block_id]:
+                raise refuse("block to write to", block_id, "one that no block table has")
+            self.num_holders[block_id] = 1
         self.block_tables[slot, used:end] = block_ids
         self.num_blocks[slot] = end
 
     def remove(self, req_id: str) -> None:
-        """Forgets a request; its slot is free. Raises InternalError for a request that is not known."""
+        """Forgets a request; its slot and blocks are free. Raises InternalError for a request that is not known."""
         slot = self.slot_of(req_id)
         del self.slots[req_id]
         self.params[slot] = None
         self._token_ids[slot] = None
-        self.block_tables[slot, : self.num_blocks[slot]] = 0
+        table = self.block_tables[slot, : self.num_blocks[slot]]
+        np.subtract.at(self.num_holders, table, 1)
+        table[:] = 0
         self.num_blocks[slot] = 0
 
     def clear(self) -> None:
+        """Forgets every request, those that a refused step left half entered too."""
         for req_id in list(self.slots):
             self.remove(req_id)
+        self.num_holders[:] = 0

@@ -156,6 +156,8 @@ class NeuronModelRunner:
         for new in output.scheduled_new_reqs:
             requests.add(new)
         cached = output.scheduled_cached_reqs
+        if len(cached.new_block_ids) != len(cached.req_ids):
+            raise refuse("new_block_ids", len(cached.new_block_ids), f"{len(cached.req_ids)} entries")
         if any(cached.new_block_ids):
             for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
                 if block_ids:

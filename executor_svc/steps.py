@@ -42,7 +42,7 @@ class StepBuilder:
             InternalError: the step contradicts what runs, or no declared graph can run it.
         """
         if output.phase is None:
-            if output.num_scheduled_tokens:
+            if output.num_scheduled_tokens or output.scheduled_new_reqs or output.scheduled_cached_reqs.req_ids:
                 raise refuse("phase", "none", "prefill or decode, for something is scheduled")
             return None
         req_ids = list(output.num_scheduled_tokens)
