@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,8 @@ def start(monkeypatch: pytest.MonkeyPatch, statuses: queue.Queue[int]) -> Iterat
             "_command",
             lambda number, size, descriptor: (sys.executable, "-c", PROGRAM + program, str(number), str(descriptor)),
         )
-        config = ExecutorConfig(
-            scheduler="127.0.0.1:1", model=pathlib.Path("m"), device="cpu", tensor_parallel_size=size
-        )
+        settings: dict[str, Any] = {"scheduler": "127.0.0.1:1", "model": "m", "tensor_parallel_size": size}
+        config = ExecutorConfig(**settings)
         started.append(RankProcesses(config, end_process=statuses.put))
         return started[-1]
 

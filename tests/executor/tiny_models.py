@@ -16,6 +16,7 @@ import transformers
 
 from executor_svc.devices.base import GraphKey, SamplingInputs, StepInputs
 from executor_svc.devices.cpu import CpuDevice, CpuSettings
+from executor_svc.parallel.group import RankGroup
 from holdback.buckets import blocks_for, get_bucket_for_count
 from holdback.types import Phase, SamplingParams
 
@@ -41,7 +42,7 @@ def save_model(directory: pathlib.Path, config: Any = None, seed: int = 0) -> pa
     return directory
 
 
-def build_device(directory: pathlib.Path, **settings: Any) -> CpuDevice:
+def build_device(directory: pathlib.Path, *, ranks: RankGroup | None = None, **settings: Any) -> CpuDevice:
     """A device of 4 slots and 31 usable blocks of 4, with prefill buckets 8 and 16, in float32."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -50,7 +51,7 @@ def build_device(directory: pathlib.Path, **settings: Any) -> CpuDevice:
         "num_batched_tokens_buckets": (8, 16),
         "num_seqs_buckets": (1, 2, 4),
     }
-    return CpuDevice(directory, CpuSettings(**(defaults | settings)))
+    return CpuDevice(directory, CpuSettings(**(defaults | settings)), ranks)
 
 
 def prefill_step(
