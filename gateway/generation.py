@@ -17,6 +17,7 @@ from gateway.pool import Pool
 from gateway.submission import EndRule
 from holdback.errors import DeadlineExceededError, HoldbackError, RequestAbortedError
 from holdback.types import ModelInfo, RequestSpec, SamplingParams, TraceContext, Usage
+from holdback.v1 import inference_pb2
 
 T = TypeVar("T")
 
@@ -179,3 +180,11 @@ class GenerationRun:
 def seed_of_choice(seed: int, index: int) -> int:
     """`seed + index` as a signed number of 64 bits."""
     return (seed + index + 2**63) % 2**64 - 2**63
+
+
+async def prompt_text(run: GenerationRun, message: inference_pb2.Generation) -> str:
+    """The prompt as `echo` shows it: text as it was sent, everything else from its tokens."""
+    if message.WhichOneof("input") == "text":
+        return message.text
+    keep = message.keep_special_tokens
+    return await run.pool.tokenizer.decode(run.prompt_token_ids, keep_special_tokens=keep, whole_only=True)

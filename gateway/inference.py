@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from gateway.calls import Context, answering, current_caller, generating
 from gateway.choice import Choice, ChoiceEnd, Delta
-from gateway.generation import GenerationRun
+from gateway.generation import GenerationRun, prompt_text
 from gateway.generations import Generations
 from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes, check_input, check_num_tokens, check_vocabulary
 from gateway.pool import Pool
@@ -54,7 +54,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         ):
             yield inference_pb2.GenerateStreamResponse(started=_started(run))
             if request.generation.echo:
-                prompt = await _prompt_text(run, request.generation)
+                prompt = await prompt_text(run, request.generation)
                 for choice in run.choices:
                     yield _delta_response(choice, Delta(prompt, (), ()))
             async for choice, delta in run.deltas():
@@ -139,18 +139,10 @@ def _load(pool: Pool, load: scheduler_pb2.GetLoadResponse) -> inference_pb2.Infe
     )
 
 
-async def _prompt_text(run: GenerationRun, message: inference_pb2.Generation) -> str:
-    """The prompt as `echo` shows it: text as it was sent, everything else from its tokens."""
-    if message.WhichOneof("input") == "text":
-        return message.text
-    keep = message.keep_special_tokens
-    return await run.pool.tokenizer.decode(run.prompt_token_ids, keep_special_tokens=keep, whole_only=True)
-
-
 async def _echo(
     run: GenerationRun, message: inference_pb2.Generation, response: inference_pb2.GenerateResponse
 ) -> None:
-    prompt = await _prompt_text(run, message)
+    prompt = await prompt_text(run, message)
     for choice in response.choices:
         choice.text = prompt
 
