@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.executor.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, llama_config
+from tests.executor.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 
 WINDOW = 6
 SIZES: dict[str, Any] = {
@@ -46,40 +46,42 @@ GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
 }
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama3": lambda: llama_config(rope_parameters=LLAMA3_ROPE),
-    "smollm2": lambda: llama_config(tie_word_embeddings=True),
-    "llama-linear-rope": lambda: llama_config(rope_parameters=rope("linear", factor=4.0)),
-    "llama-yarn-rope": lambda: llama_config(
-        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=MAX_MODEL_LEN // 4)
+
+def _make(config_class: Any, **settings: Any) -> Callable[..., Any]:
+    return lambda **changes: config_class(**(SIZES | settings | changes))
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama3": _make(transformers.LlamaConfig, rope_parameters=LLAMA3_ROPE),
+    "smollm2": _make(transformers.LlamaConfig, tie_word_embeddings=True),
+    "llama-linear-rope": _make(transformers.LlamaConfig, rope_parameters=rope("linear", factor=4.0)),
+    "llama-yarn-rope": _make(
+        transformers.LlamaConfig,
+        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=MAX_MODEL_LEN // 4),
     ),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
-    "qwen2": lambda: transformers.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    "mistral": _make(transformers.MistralConfig, sliding_window=WINDOW),
+    "qwen2": _make(transformers.Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": _make(transformers.Qwen3Config, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING),
+    "gemma2": _make(
+        transformers.Gemma2Config,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=3.0,
     ),
-    "qwen3": lambda: transformers.Qwen3Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING
-    ),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=8, attn_logit_softcapping=3.0
-    ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(
-        **SIZES,
+    "gemma3": _make(
+        transformers.Gemma3TextConfig,
         sliding_window=WINDOW,
         layer_types=ALTERNATING,
         query_pre_attn_scalar=8,
         rope_parameters=GEMMA3_ROPES,
     ),
-    "phi3": lambda: transformers.Phi3Config(
-        **{key: value for key, value in SIZES.items() if key != "head_dim"}, sliding_window=WINDOW
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **SIZES, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
-    ),
-    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=16),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
-    "gpt-oss": lambda: transformers.GptOssConfig(
-        **SIZES,
+    "phi3": _make(transformers.Phi3Config, sliding_window=WINDOW),
+    "mixtral": _make(transformers.MixtralConfig, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2-moe": _make(transformers.Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=16),
+    "qwen3-moe": _make(transformers.Qwen3MoeConfig, **EXPERTS, norm_topk_prob=True),
+    "gpt-oss": _make(
+        transformers.GptOssConfig,
         sliding_window=WINDOW,
         layer_types=ALTERNATING,
         num_local_experts=4,
@@ -89,10 +91,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_family(directory: pathlib.Path, family: str) -> pathlib.Path:
-    """Writes the family's checkpoint in Hugging Face layout; the same one every time."""
+def save_family(directory: pathlib.Path, family: str, **changes: Any) -> pathlib.Path:
+    """Writes the family's checkpoint in Hugging Face layout; the same one every time. `changes` are of its config."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](**changes))
     for _, weight in sorted(model.named_parameters()):
         if weight.dim() == 1:  # norms, biases and sinks, which start as ones or zeros
             weight.data += 0.3 * torch.randn(weight.shape)
