@@ -24,6 +24,7 @@ from executor_svc.lease import Lease, LeaseHolder, lease_lost
 from holdback import rpc
 from holdback.codec import encode_executor_info
 from holdback.errors import ErrorReason, FailedPreconditionError, HoldbackError, InvalidArgumentError, UnavailableError
+from holdback.tls import NO_TLS, Tls
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -71,8 +72,10 @@ class Registration:
         set_ready: Callable[[bool], Awaitable[None]],
         void: Callable[[], Awaitable[None]],
         backoff: Backoff | None = None,
+        tls: Tls = NO_TLS,
     ) -> None:
         self._target = target
+        self._tls = tls
         self._make_info = make_info
         self._holder = holder
         self._set_ready = set_ready
@@ -114,7 +117,7 @@ class Registration:
         lease = self._holder.current = Lease()
         error: HoldbackError = lease_lost("the registration was cancelled")
         try:
-            async with rpc.create_channel(self._target) as channel:
+            async with rpc.create_channel(self._target, self._tls) as channel:
                 error = await self._exchange(channel, lease)
         except grpc.aio.AioRpcError as failure:
             error = rpc.error_from_rpc(failure)

@@ -161,7 +161,7 @@ class ExecutorProcess:
 
     async def _listen(self) -> int:
         health_port = await self._health.start()
-        port = rpc.bind(self._server, self._config.host, self._config.port)
+        port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         servicer = ExecutorServicer(self._holder, self._new_execution)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
         await self._server.start()
@@ -183,7 +183,12 @@ class ExecutorProcess:
 
         make_info = partial(self._info, device, latencies, port)
         self._registration = Registration(
-            self._config.scheduler_target, make_info, self._holder, self._health.set_ready, void
+            self._config.scheduler_target,
+            make_info,
+            self._holder,
+            self._health.set_ready,
+            void,
+            tls=self._config.tls,
         )
         await self._registration.run()
 

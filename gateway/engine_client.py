@@ -26,6 +26,7 @@ from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
 from holdback import codec, rpc
 from holdback.errors import (
     AlreadyExistsError,
+    ConfigError,
     ErrorReason,
     FailedPreconditionError,
     HoldbackError,
@@ -33,6 +34,7 @@ from holdback.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from holdback.tls import NO_TLS, Tls
 from holdback.types import PROTOCOL_VERSION, FinishReason, ModelInfo, RequestSpec, TokenLogprobs
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
@@ -70,21 +72,22 @@ class EngineClient:
         load: of the pool, for whoever asks.
     """
 
-    def __init__(self, target: str, *, session: str, gateway_id: str, loss_timeout_s: float) -> None:
+    def __init__(self, target: str, *, session: str, gateway_id: str, loss_timeout_s: float, tls: Tls = NO_TLS) -> None:
         """
         Args:
             target: address of the scheduler.
             session: random name of this gateway process, 16 to 64 bytes.
             gateway_id: name for people, at most 128 bytes.
             loss_timeout_s: how long requests wait for a scheduler that cannot be reached.
+            tls: how it is called; files that have changed count from the next stream on.
+
+        Raises:
+            ConfigError: a file of `tls` is none.
         """
         self.target = target
         self.status = PoolStatus()
-        self._channel = rpc.create_channel(target)
-        self._stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(
-            self._channel
-        )
-        self.load = LoadReader(self._stub, target, asyncio.get_running_loop().time)
+        self._tls = tls
+        self._open_channel()
         self._hello = scheduler_pb2.GatewayHello(
             protocol_version=types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1]),
             session=session,
@@ -165,8 +168,10 @@ class EngineClient:
     async def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
+            await self._renew_channel()
             try:
-                await self._serve(self._stub.Connect(wait_for_ready=True))
+                # With TLS a refused certificate may be one that has been renewed meanwhile: it must not wait for ever.
+                await self._serve(self._stub.Connect(wait_for_ready=self._tls.ca is None))
             except grpc.aio.AioRpcError as failure:
                 self._log.warning("scheduler_stream_ended", code=failure.code().name, details=failure.details())
             except (HoldbackError, OutOfOrderError) as error:
@@ -176,6 +181,26 @@ class EngineClient:
             backoff_s = FIRST_BACKOFF_S if self._is_live else min(2 * backoff_s, MAX_BACKOFF_S)
             self._on_lost()
             await asyncio.sleep(backoff_s)
+
+    def _open_channel(self) -> None:
+        self._tls_stamp = self._tls.stamp()
+        self._channel = rpc.create_channel(self.target, self._tls)
+        self._stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(
+            self._channel
+        )
+        self.load = LoadReader(self._stub, self.target, asyncio.get_running_loop().time)
+
+    async def _renew_channel(self) -> None:
+        """Takes up certificates that have changed."""
+        if self._tls.stamp() == self._tls_stamp:
+            return
+        old = self._channel
+        try:
+            self._open_channel()
+        except ConfigError as error:  # half written, perhaps; the old ones may still do
+            self._log.error("certificates_kept", why=error.message)
+        else:
+            await old.close()
 
     async def _serve(self, call: Stream) -> None:
         """One stream, from the greeting until it ends."""

@@ -70,7 +70,7 @@ class GatewayServer:
         self._generations = Generations(self.pools)
         self._services = GrpcServices(self._config, self._generations, self._health)
         self._services.add_to(self._server)
-        self.port = rpc.bind(self._server, self._config.host, self._config.port)
+        self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         await self._server.start()
         for pool in self.pools:
             pool.engine.start()
@@ -113,6 +113,7 @@ class GatewayServer:
             session=session,
             gateway_id=self._config.gateway_id,
             loss_timeout_s=self._config.scheduler_loss_timeout_s,
+            tls=self._config.tls,
         )
         template = self.templates.add(ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens))
         return Pool(config.served_model_names, tokenizer, template, engine)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from holdback.options import GenerateOptions
+    from holdback.tls import Tls
     from holdback.types import FinishReason, ModelInfo, TokenLogprobs, Usage
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Piece",
     "RequestAbortedError",
     "ResourceExhaustedError",
+    "Tls",
     "TokenLogprobs",
     "UnauthenticatedError",
     "UnavailableError",
@@ -61,6 +63,7 @@ _MODULES = {
     "answers": ("Choice", "Generation", "Model", "Piece"),
     "client": ("AsyncClient", "GenerationStream"),
     "options": ("GenerateOptions",),
+    "tls": ("Tls",),
     "types": ("FinishReason", "ModelInfo", "TokenLogprobs", "Usage"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

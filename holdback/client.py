@@ -31,6 +31,7 @@ from holdback.options import (
     refuse_second_input,
     set_field,
 )
+from holdback.tls import NO_TLS, Tls
 from holdback.types import Usage
 from holdback.v1 import inference_pb2, inference_pb2_grpc
 
@@ -130,20 +131,22 @@ def check_address(address: str) -> None:
 class AsyncClient:
     """A client of one gateway. Use it as an async context manager, or `close` it."""
 
-    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
+    def __init__(self, address: str, *, timeout_s: float | None = None, tls: Tls = NO_TLS) -> None:
         """
         Args:
             address: of the gateway, `host:port`.
             timeout_s: after which a call is given up, at the scheduler too, with DeadlineExceededError; None: never.
+            tls: of the connection; by default there is none.
 
         Raises:
             InvalidArgumentError: the address has no port in [1, 65535], or the timeout is not above 0.
+            ConfigError: a file of `tls` cannot be read, or is none.
         """
         check_address(address)
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise InvalidArgumentError.of("timeout_s", timeout_s, "a number above 0")
         self._timeout_s = timeout_s
-        self._channel = rpc.create_channel(address)
+        self._channel = rpc.create_channel(address, tls)
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
             self._channel
         )

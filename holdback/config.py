@@ -21,6 +21,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from holdback.errors import ConfigError
+from holdback.tls import Tls
 
 
 class ServiceConfig(pydantic.BaseModel):
@@ -32,6 +33,19 @@ class ServiceConfig(pydantic.BaseModel):
     host: str = pydantic.Field("127.0.0.1", description="address to listen on, a literal IP")
     port: int = pydantic.Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     health_port: int = pydantic.Field(0, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one")
+    tls_cert: pathlib.Path | None = pydantic.Field(
+        None, description="PEM file with the certificate chain of this process, to serve with TLS"
+    )
+    tls_key: pathlib.Path | None = pydantic.Field(None, description="PEM file with its private key")
+    tls_client_ca: pathlib.Path | None = pydantic.Field(
+        None, description="PEM file with the authorities of those who may call; null: no certificate is asked for"
+    )
+    tls_ca: pathlib.Path | None = pydantic.Field(
+        None, description="PEM file with the authorities of those that are called; null: they are called without TLS"
+    )
+    tls_server_name: str | None = pydantic.Field(
+        None, min_length=1, max_length=253, description="name in their certificates; null: the address that is called"
+    )
     insecure_bind: bool = pydantic.Field(False, description="allow an address other than loopback without TLS")
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         "info", description="least severe log line"
@@ -46,11 +60,16 @@ class ServiceConfig(pydantic.BaseModel):
             address = ipaddress.ip_address(self.host)
         except ValueError:
             raise ValueError(f"host is {self.host!r}; allowed: a literal IP address") from None
-        if not address.is_loopback and not self.insecure_bind:
+        if not address.is_loopback and self.tls_cert is None and not self.insecure_bind:
             raise ValueError(
-                f"host is {self.host}, which is not loopback; allowed without TLS: only with --insecure-bind"
+                f"host is {self.host}, which is not loopback; allowed: with tls_cert and tls_key, or --insecure-bind"
             )
         return self
+
+    @property
+    def tls(self) -> Tls:
+        """The TLS of this process. Its files have not been read."""
+        return Tls(self.tls_cert, self.tls_key, self.tls_client_ca, self.tls_ca, self.tls_server_name)
 
     @classmethod
     def load(cls, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Self:

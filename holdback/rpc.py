@@ -31,6 +31,7 @@ from holdback.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from holdback.tls import NO_TLS, Tls
 from holdback.v1 import errors_pb2
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -96,15 +97,18 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, tls: Tls = NO_TLS) -> int:
     """Gives a server its port and returns it; 0 takes a free one.
 
     Raises:
-        ConfigError: the address cannot be bound, usually because another process has it.
+        ConfigError: the address cannot be bound, usually because another process has it; or a file of `tls` is none.
     """
+    credentials, address = tls.server_credentials(), format_address(host, port)
     try:
         _try_to_bind(host, port)  # gRPC would write its own line to the log, and say no reason
-        bound: int = server.add_insecure_port(format_address(host, port))
+        bound: int = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "in use by another process?"
         raise ConfigError(f"port is {port}, which cannot be bound on {host}: {reason}") from error
@@ -117,9 +121,15 @@ def _try_to_bind(host: str, port: int) -> None:
         probe.bind((host, port))
 
 
-def create_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port` or any gRPC target."""
-    return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+def create_channel(target: str, tls: Tls = NO_TLS) -> grpc.aio.Channel:
+    """A channel to `host:port` or any gRPC target. Raises ConfigError when a file of `tls` is none."""
+    credentials = tls.channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    options = list(_CHANNEL_OPTIONS)
+    if tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 def peer_ip(peer: str) -> str:

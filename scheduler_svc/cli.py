@@ -38,6 +38,7 @@ def timeline(argv: list[str]) -> int:
     import asyncio
 
     from holdback.errors import ConfigError
+    from holdback.tls import add_client_flags, from_flags
     from scheduler_svc.timeline import fetch, trace
 
     parser = argparse.ArgumentParser(prog="holdback timeline", description=timeline.__doc__)
@@ -46,10 +47,11 @@ def timeline(argv: list[str]) -> int:
         "--output", type=pathlib.Path, default=pathlib.Path("timeline.json"), help="file (default: timeline.json)"
     )
     parser.add_argument("--steps", type=int, default=0, help="most steps of each lane (default: all that are kept)")
+    add_client_flags(parser)
     flags = parser.parse_args(argv)
     if flags.steps < 0:
         raise ConfigError(f"--steps is {flags.steps}; allowed: at least 0")
-    state = asyncio.run(fetch(flags.scheduler, flags.steps))
+    state = asyncio.run(fetch(flags.scheduler, flags.steps, from_flags(flags)))
     try:
         flags.output.write_text(json.dumps(trace(state)), encoding="utf-8")
     except OSError as error:

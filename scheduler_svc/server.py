@@ -114,7 +114,7 @@ class SchedulerServer:
         self.health_port = await self._health.start()
         servicer = SchedulerServicer(self._registry, self._gateways, self.pool, self.dispatcher)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._server)
-        self.port = rpc.bind(self._server, self._config.host, self._config.port)
+        self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         await self._server.start()
         self.pool.on_change(self._readiness.set)
         self._readiness_task = asyncio.create_task(self._report_readiness())

@@ -9,6 +9,7 @@ import grpc.aio
 
 from holdback import codec, rpc
 from holdback.errors import InternalError, UnavailableError
+from holdback.tls import NO_TLS, Tls
 from holdback.types import SchedulerOutput
 from holdback.v1 import executor_pb2, executor_pb2_grpc
 from scheduler_svc.lane import Lane
@@ -18,9 +19,9 @@ from scheduler_svc.streams import check_protocol, protocol_version
 class StepStream:
     """One `Execute` call. Every failure comes as a HoldbackError."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tls: Tls = NO_TLS) -> None:
         self._target = target
-        self._channel = rpc.create_channel(target)
+        self._channel = rpc.create_channel(target, tls)
         self._call = executor_pb2_grpc.ExecutorServiceStub(self._channel).Execute()
         self._responses = aiter(self._call)
         self._encoder = codec.StepEncoder()

@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 
 from holdback import rpc
+from holdback.tls import NO_TLS, Tls
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 TIMEOUT_S = 30.0
@@ -23,9 +24,9 @@ DEVICE_TRACK = 1
 NAMES = {types_pb2.PHASE_PREFILL: "prefill", types_pb2.PHASE_DECODE: "decode"}
 
 
-async def fetch(target: str, max_steps: int) -> scheduler_pb2.GetStateResponse:
+async def fetch(target: str, max_steps: int, tls: Tls = NO_TLS) -> scheduler_pb2.GetStateResponse:
     """The state of the scheduler on `host:port`. Raises HoldbackError."""
-    async with rpc.create_channel(target) as channel:
+    async with rpc.create_channel(target, tls) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         try:
             return await stub.GetState(scheduler_pb2.GetStateRequest(max_steps=max_steps), timeout=TIMEOUT_S)

@@ -9,6 +9,7 @@ import os
 import sys
 
 from holdback.client import AsyncClient
+from holdback.tls import add_client_flags, from_flags
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -35,6 +36,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="makes the answer repeatable (default: drawn)")
     parser.add_argument("--stop", action="append", default=[], help="string that ends the answer; may be repeated")
     parser.add_argument("--timeout", type=float, help="seconds until the request is given up (default: none)")
+    add_client_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -43,7 +45,7 @@ async def _stream(flags: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     prompt = {"prompt": text} if flags.raw else {"messages": [{"role": "user", "content": text}]}
-    async with AsyncClient(flags.address, timeout_s=flags.timeout) as client:
+    async with AsyncClient(flags.address, timeout_s=flags.timeout, tls=from_flags(flags)) as client:
         pieces = client.stream(
             **prompt,
             model=flags.model,

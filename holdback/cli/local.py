@@ -87,14 +87,21 @@ class LocalStack:
     Args:
         arguments: command-line arguments for each kind of process: `scheduler`, `executor`, `gateway`.
         num_executors: executors of the pool.
+        host: loopback address of all processes.
         log: where the processes write their logs; None leaves them on standard error.
     """
 
     def __init__(
-        self, arguments: Mapping[str, Sequence[str]], *, num_executors: int = 1, log: IO[bytes] | None = None
+        self,
+        arguments: Mapping[str, Sequence[str]],
+        *,
+        num_executors: int = 1,
+        host: str = "127.0.0.1",
+        log: IO[bytes] | None = None,
     ) -> None:
         self._arguments = arguments
         self._num_executors = num_executors
+        self._host = host
         self._log = log
         self._folder = tempfile.TemporaryDirectory(prefix="holdback-")
         self.processes: list[LocalProcess] = []
@@ -109,11 +116,11 @@ class LocalStack:
 
     @property
     def gateway_address(self) -> str:
-        return f"127.0.0.1:{self.gateway.port}"
+        return rpc.format_address(self._host, self.gateway.port)
 
     @property
     def scheduler_address(self) -> str:
-        return f"127.0.0.1:{self.scheduler.port}"
+        return rpc.format_address(self._host, self.scheduler.port)
 
     async def __aenter__(self) -> Self:
         try:
@@ -144,7 +151,7 @@ class LocalStack:
         ports_file = pathlib.Path(self._folder.name) / f"{name}.json"
         child = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "holdback.cli", command, "--ports-file", str(ports_file)),
+            *("-m", "holdback.cli", command, "--host", self._host, "--ports-file", str(ports_file)),
             *extra,
             *self._arguments.get(command, ()),
             stdin=asyncio.subprocess.DEVNULL,
@@ -172,7 +179,7 @@ class LocalStack:
             await asyncio.gather(ready, died, return_exceptions=True)
 
     async def _watch_readiness(self) -> None:
-        async with rpc.create_channel(f"127.0.0.1:{self.gateway.health_port}") as channel:
+        async with rpc.create_channel(rpc.format_address(self._host, self.gateway.health_port)) as channel:
             request = health_pb2.HealthCheckRequest(service=READINESS)
             replies: grpc.aio.UnaryStreamCall[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
             replies = health_pb2_grpc.HealthStub(channel).Watch(request)

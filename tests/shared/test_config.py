@@ -93,7 +93,7 @@ def test_an_empty_file_sets_nothing(config_file: pathlib.Path) -> None:
         (
             ["--host", "0.0.0.0"],  # noqa: S104 - refused here
             {},
-            "host is 0.0.0.0, which is not loopback; allowed without TLS: only with --insecure-bind",
+            "host is 0.0.0.0, which is not loopback; allowed: with tls_cert and tls_key, or --insecure-bind",
         ),
         (["--buckets", "[16, x"], {}, "buckets is '[16, x'; input should be a valid tuple"),
         (["--pools", '[{"name": "a", "nmae": "b"}]'], {}, "pools.0.nmae is not known"),

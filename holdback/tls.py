@@ -1,0 +1,146 @@
+"""TLS on every hop: who a process is, whom it trusts, and who may call it.
+
+One set of files serves a process as server and as client. A server with `client_ca` asks callers for a certificate of
+that authority (mutual TLS). Files are read again when they change: a server takes new ones with the next handshake, and
+whoever dials reads them for each channel, so that certificates can be renewed under running processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import ssl
+from dataclasses import dataclass
+
+import grpc
+
+from holdback.errors import ConfigError
+
+Stamp = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files; all None is no TLS.
+
+    Attributes:
+        cert: chain of this process, its own certificate first.
+        key: private key of `cert`.
+        client_ca: authorities of those who may call; None asks for no certificate.
+        ca: authorities of those that this process calls; None calls without TLS.
+        server_name: that the certificates of those must have, in place of the address dialled.
+    """
+
+    cert: pathlib.Path | None = None
+    key: pathlib.Path | None = None
+    client_ca: pathlib.Path | None = None
+    ca: pathlib.Path | None = None
+    server_name: str | None = None
+
+    def check(self) -> None:
+        """Reads all files. Raises ConfigError, which names the setting, for one that is missing or no PEM."""
+        if (self.cert is None) != (self.key is None):
+            missing, given = ("tls_key", "tls_cert") if self.key is None else ("tls_cert", "tls_key")
+            raise ConfigError(f"{missing} is not set, but {given} is; allowed: both or none")
+        if self.client_ca is not None and self.cert is None:
+            raise ConfigError("tls_client_ca is set, but tls_cert is not; allowed: only together")
+        if self.server_name is not None and self.ca is None:
+            raise ConfigError("tls_server_name is set, but tls_ca is not; allowed: only together")
+        if self.cert is not None and self.key is not None:
+            _check_chain(self.cert, self.key)
+        for setting, path in (("tls_client_ca", self.client_ca), ("tls_ca", self.ca)):
+            if path is not None:
+                _check_authorities(setting, path)
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """What a server listens with; None without TLS. Raises ConfigError as `check`."""
+        self.check()
+        if self.cert is None:
+            return None
+        last_stamp = self.stamp()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal last_stamp
+            stamp = self.stamp()
+            if stamp == last_stamp:
+                return None  # those in use are good
+            try:
+                self.check()
+            except ConfigError:
+                return None  # half written; the next handshake looks again
+            last_stamp = stamp
+            return self._server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(),
+            fetch,  # type: ignore[arg-type]  # None is allowed, and says that nothing changed
+            require_client_authentication=self.client_ca is not None,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """What a channel dials with; None without TLS. Raises ConfigError as `check`."""
+        self.check()
+        if self.ca is None:
+            return None
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), _read(self.key), _read(self.cert))
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        pair = (_read(self.key) or b"", _read(self.cert) or b"")
+        return grpc.ssl_server_certificate_configuration([pair], _read(self.client_ca))
+
+    def stamp(self) -> Stamp:
+        """Changes when a file does."""
+        paths = (self.cert, self.key, self.client_ca, self.ca)
+        files = [path.stat() for path in paths if path is not None and path.exists()]
+        return tuple((status.st_mtime_ns, status.st_size) for status in files)
+
+
+NO_TLS = Tls()
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of a command that calls a server; `from_flags` reads them."""
+    group = parser.add_argument_group("TLS")
+    group.add_argument("--tls-ca", type=pathlib.Path, metavar="FILE", help="authorities of the server; without: no TLS")
+    group.add_argument("--tls-cert", type=pathlib.Path, metavar="FILE", help="own certificate, where one is asked for")
+    group.add_argument("--tls-key", type=pathlib.Path, metavar="FILE", help="its private key")
+    group.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate")
+
+
+def from_flags(flags: argparse.Namespace) -> Tls:
+    """Raises ConfigError as `Tls.check`."""
+    tls = Tls(flags.tls_cert, flags.tls_key, None, flags.tls_ca, flags.tls_server_name)
+    tls.check()
+    return tls
+
+
+def _read(path: pathlib.Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()
+
+
+def _check_chain(cert: pathlib.Path, key: pathlib.Path) -> None:
+    for setting, path in (("tls_cert", cert), ("tls_key", key)):
+        _check_readable(setting, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as error:
+        raise ConfigError(f"tls_cert {cert} and tls_key {key}: no certificate with its key: {error.reason}") from None
+
+
+def _check_authorities(setting: str, path: pathlib.Path) -> None:
+    _check_readable(setting, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{setting} {path}: no PEM certificates: {error.reason}") from None
+
+
+def _check_readable(setting: str, path: pathlib.Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{setting} {path}: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    raise ConfigError("tls_key is encrypted; allowed: a key without password")
