@@ -58,7 +58,7 @@ class CpuSettings:
     """How a model is run. None takes the default that the attribute names.
 
     Attributes:
-        dtype: "bfloat16" or "float32"; weights are cast when loaded.
+        dtype: "bfloat16", "float16" or "float32"; weights are cast when loaded.
         max_model_len: None is the model's own limit, and nothing goes beyond it.
         block_size: tokens per KV block.
         num_blocks: KV blocks, the null block included; not together with `kv_cache_bytes`.
@@ -153,8 +153,8 @@ class CpuDevice(Device):
         num_blocks = _choose_num_blocks(settings, bytes_per_block, self.model.max_model_len, weights, ranks)
         self.limits = _make_limits(settings, self.model.max_model_len, num_blocks)
         check_limits(self.limits, self.model.max_model_len)
-        # PyTorch computes a matrix product of one row in another order than those of more, which bfloat16 shows.
-        is_invariant = dtype is not torch.bfloat16 or is_fused(self._model.module)
+        # PyTorch computes a matrix product of one row in another order than those of more, which 16 bits show.
+        is_invariant = dtype is torch.float32 or is_fused(self._model.module)
         self._smallest_batch = 1 if is_invariant else 2
         self._graphs = frozenset(self.declared_graphs())
         self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)

@@ -298,9 +298,10 @@ def test_a_ticket_that_is_none_is_refused(device: CpuDevice) -> None:
         device.collect(3)
 
 
-def test_in_bfloat16_a_row_alone_and_in_a_batch_differ_by_rounding_at_most(tiny_model: pathlib.Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_a_row_alone_and_in_a_batch_differ_by_rounding_at_most(tiny_model: pathlib.Path, dtype: str) -> None:
     """Whether they are bit-equal depends on the processor: measured, not promised."""
-    device = build_device(tiny_model, dtype="bfloat16")
+    device = build_device(tiny_model, dtype=dtype)
     sequences, tables = [tokens(13), tokens(2, seed=1), tokens(8, seed=2)], [[5, 9, 2, 30], [11], [12, 13, 14]]
     lengths = [len(sequence) for sequence in sequences]
     results = []
@@ -321,7 +322,7 @@ def test_in_bfloat16_a_row_alone_and_in_a_batch_differ_by_rounding_at_most(tiny_
         ({"num_blocks": 16}, "max_model_len is 64, which needs 16 blocks of 4 tokens, but num_blocks is 16"),
         ({"max_model_len": 65}, r"max_model_len is 65; allowed: \[2, 64\]"),
         ({"max_model_len": 1}, r"max_model_len is 1; allowed: \[2, 64\]"),
-        ({"dtype": "float16"}, "dtype is 'float16'; allowed: float32, bfloat16"),
+        ({"dtype": "int8"}, "dtype is 'int8'; allowed: float32, bfloat16, float16"),
         ({"block_size": 0}, "block_size is 0; allowed: at least 1"),
         ({"num_threads": 0}, "num_threads is 0; allowed: at least 1"),
         ({"num_batched_tokens_buckets": (8, 80)}, "the last one is 64"),

@@ -66,7 +66,7 @@ def test_an_executor_has_a_name_without_being_given_one() -> None:
         (["--device", "neuron", "--model", "m", "--neuron-cores", "all"], "neuron_cores is 'all'"),
         (["--device", "simulated", "--num-blocks", "9", "--kv-cache-bytes", "99"], "allowed: one of them"),
         (["--device", "simulated", "--kv-cache-bytes", "99"], "allowed on the device simulated: num_blocks"),
-        (["--model", "m", "--dtype", "float16"], "dtype is 'float16'"),
+        (["--model", "m", "--dtype", "int8"], "dtype is 'int8'"),
         (["--model", "m", "--block-size", "0"], "block_size is '0'"),
         (["--model", "m", "--num-seqs-buckets", "a,b"], "num_seqs_buckets"),
         (["--model", "m", "--num-seqs-buckets", ""], "num_seqs_buckets"),
@@ -109,7 +109,7 @@ def test_limits_are_refused_before_a_model_is_looked_for() -> None:
     [
         ({}, "has no config.json that can be read: No such file or directory"),
         ({"config.json": "[]"}, "has a config.json of 2 bytes that is none; allowed: a JSON object"),
-        ({"config.json": '{"model_type": "llama", "architectures": ["L"]}'}, "has no weights in *.safetensors"),
+        ({"config.json": '{"model_type": "llama", "architectures": ["L"]}'}, "has no weights in model.safetensors"),
     ],
 )
 def test_a_directory_that_is_no_model_is_refused_without_loading_torch(
