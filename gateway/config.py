@@ -55,6 +55,9 @@ class GatewayConfig(ServiceConfig):
         False, description="tell every client that may call which services, methods and messages there are"
     )
     gateway_id: str = pydantic.Field("gateway", min_length=1, max_length=128, description="name for people and logs")
+    http_port: int | None = pydantic.Field(
+        None, ge=0, le=65535, description="port of the OpenAI HTTP API; 0 takes a free one, null: no HTTP"
+    )
     scheduler_loss_timeout_s: float = pydantic.Field(
         60.0, gt=0, le=86400, description="how long requests wait for a scheduler that cannot be reached"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -28,6 +29,9 @@ from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
 from holdback.ports import write_ports_file
 
+if TYPE_CHECKING:
+    from gateway.openai.server import HttpServer
+
 log = structlog.get_logger(__name__)
 
 SESSION_BYTES = 16
@@ -40,6 +44,7 @@ class GatewayServer:
     Attributes:
         port: of the services, once started.
         health_port: of `grpc.health.v1`, once started.
+        http: the OpenAI HTTP API, once started; None without `http_port`.
         pools: what is served, once started.
         templates: where chat templates run; a process is started for the first one, unless one is there.
     """
@@ -47,6 +52,7 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig) -> None:
         self.port = 0
         self.health_port = 0
+        self.http: HttpServer | None = None
         self.pools = Pools(())
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
@@ -71,13 +77,18 @@ class GatewayServer:
         self._services = GrpcServices(self._config, self._generations, self._health)
         self._services.add_to(self._server)
         self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
+        self.http = self._bind_http()
         await self._server.start()
+        if self.http is not None:
+            await self.http.start()
         for pool in self.pools:
             pool.engine.start()
             self._readiness_tasks.append(asyncio.create_task(self._report_readiness(pool)))
+        http_port = None if self.http is None else self.http.port
         if self._config.ports_file is not None:
-            write_ports_file(self._config.ports_file, self.port, self.health_port)
-        log.info("gateway_listens", host=self._config.host, port=self.port, health_port=self.health_port)
+            write_ports_file(self._config.ports_file, self.port, self.health_port, http_port)
+        ports = {"port": self.port, "health_port": self.health_port, "http_port": http_port}
+        log.info("gateway_listens", host=self._config.host, **ports)
 
     async def drain(self) -> None:
         """Refuses new calls and returns when the running generations have ended; after `drain_timeout_s` they fail."""
@@ -96,7 +107,7 @@ class GatewayServer:
         self._is_draining = True
         self._generations.drain()
         self._generations.fail_all(UnavailableError("the gateway stopped", reason=ErrorReason.SHUTTING_DOWN))
-        await self._server.stop(STOP_GRACE_S)
+        await asyncio.gather(self._server.stop(STOP_GRACE_S), self._stop_http())
         for task in self._readiness_tasks:
             task.cancel()
         for pool in self.pools:
@@ -105,6 +116,20 @@ class GatewayServer:
         await self.templates.close()
         await self._health.stop()
         log.info("gateway_stopped")
+
+    def _bind_http(self) -> HttpServer | None:
+        """The HTTP server with its port taken. Its libraries are loaded only where it is wanted."""
+        if self._config.http_port is None:
+            return None
+        from gateway.openai.server import HttpServer
+
+        server = HttpServer(self._generations, self._access, lambda: self.pools.is_ready and not self._is_draining)
+        server.bind(self._config.host, self._config.http_port)
+        return server
+
+    async def _stop_http(self) -> None:
+        if self.http is not None:
+            await self.http.stop(STOP_GRACE_S)
 
     async def _load_pool(self, config: PoolConfig, session: str) -> Pool:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer)

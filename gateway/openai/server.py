@@ -1,0 +1,112 @@
+"""The HTTP server of a gateway: uvicorn in the gateway's process and on its event loop.
+
+Signals are the gateway's own business, and so is the log. While the gateway drains, the server still answers: requests
+are refused with 503, and whoever asks for readiness is told. Not covered: a client that sends its headers slower than
+slowly holds one connection, no memory beyond 16 KiB, until it goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from gateway.access import Access
+from gateway.generations import Generations
+from gateway.openai.app import create_app
+from gateway.openai.metrics import HttpMetrics
+from holdback.errors import ConfigError
+
+MAX_HEADER_BYTES = 16 * 1024
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+TICK_S = 1.0  # how often the date of responses is written anew
+
+
+class HttpServer:
+    """One HTTP server. `bind`, `start`, `stop`, on the gateway's event loop.
+
+    Attributes:
+        port: once bound.
+        metrics: that it shows.
+    """
+
+    def __init__(self, generations: Generations, access: Access, is_ready: Callable[[], bool]) -> None:
+        self.port = 0
+        self.metrics = HttpMetrics()
+        config = uvicorn.Config(
+            create_app(generations, access, is_ready, self.metrics),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        self._server = _Server(config)
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def bind(self, host: str, port: int) -> None:
+        """Takes the port; 0 takes a free one. Raises ConfigError when it cannot."""
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            listener.close()
+            message = f"http_port is {port}, which cannot be bound on {host}: {error.strerror}"
+            raise ConfigError(message) from error
+        self._socket = listener
+        self.port = listener.getsockname()[1]
+
+    async def start(self) -> None:
+        """Serves on the bound port."""
+        assert self._socket is not None, "bind comes first"  # noqa: S101
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        await self._server.accepting.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops listening and returns once all responses are complete; what is left after `grace_s` is cut."""
+        if self._serving is None:
+            if self._socket is not None:
+                self._socket.close()
+            return
+        self._server.end(grace_s)
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, that ends when it is told and not a moment later."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def end(self, grace_s: float) -> None:
+        self.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # a number is all it needs
+        self.should_exit = True
+        self._ended.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._ended.wait()
