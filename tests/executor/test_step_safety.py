@@ -92,7 +92,8 @@ def test_a_good_step_writes_its_own_places_and_reads_nobody_elses(name: str, dev
 # What is changed
 
 COUNTS = st.one_of(st.integers(-2, 20), st.sampled_from([-(2**31), 64, 65, 2**31 - 1, 2**32, 2**63]))
-BLOCK_LISTS = st.lists(st.one_of(st.integers(0, NUM_BLOCKS), st.sampled_from([-1, 2, 5, 9, 20, 2**31])), max_size=18)
+OWNED_OR_FREE = st.lists(st.sampled_from([2, 5, 7, 8, 9, 11, 20, 21, 30]), min_size=2, max_size=3)
+BLOCK_LISTS = OWNED_OR_FREE | st.lists(st.integers(0, NUM_BLOCKS) | st.sampled_from([-1, 2**31]), max_size=18)
 TOKENS = st.lists(st.integers(-1, VOCAB_SIZE), max_size=70)
 REQ_IDS = st.sampled_from([*BLOCKS, "new", "nobody", ""])
 Change = Callable[[SchedulerOutput], SchedulerOutput]
@@ -137,6 +138,7 @@ def specs(tokens: list[int]) -> RequestSpec:
 NEW_REQUESTS = st.builds(NewRequestData, REQ_IDS, TOKENS.map(specs), st.integers(-1, 4), BLOCK_LISTS, COUNTS)
 CHANGES: st.SearchStrategy[Change] = st.one_of(
     st.builds(lambda slot: with_new(slot=slot), COUNTS),
+    st.builds(lambda blocks: with_new(block_ids=blocks), OWNED_OR_FREE),
     st.builds(lambda blocks: with_new(block_ids=blocks), BLOCK_LISTS),
     st.builds(lambda count: with_new(num_computed_tokens=count), COUNTS),
     st.builds(lambda req_id: with_new(req_id=req_id), REQ_IDS),
@@ -171,7 +173,7 @@ def places_of(output: SchedulerOutput, tables: dict[str, list[int]]) -> set[tupl
 
 @pytest.mark.case("B26", "B35")
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(list(COMPUTED)), changes=st.lists(CHANGES, min_size=1, max_size=2))
+@given(name=st.sampled_from([*COMPUTED, "new", "hit"]), changes=st.lists(CHANGES, min_size=1, max_size=2))
 def test_a_step_changed_anyhow_is_refused_or_computes_for_its_own_requests_alone(
     name: str, changes: list[Change], device: CpuDevice
 ) -> None:
