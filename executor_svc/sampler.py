@@ -108,8 +108,13 @@ class Sampler:
         rules = [self._rules_of(slot, row or _GREEDY) for slot, row in zip(slots, params, strict=True)]
         chosen = [row for row, rule in enumerate(rules) if row not in failed and rule.decides(num_outputs[row])]
         if chosen:
-            parts = ([values[row] for row in chosen] for values in (rules, num_outputs, slots))
-            token_ids[chosen] = self._choose(logits[chosen], uniform[chosen], *parts)
+            token_ids[chosen] = self._choose(
+                logits[chosen],
+                uniform[chosen],
+                [rules[row] for row in chosen],
+                [num_outputs[row] for row in chosen],
+                [slots[row] for row in chosen],
+            )
         token_ids[sorted(failed)] = 0
         self._count(token_ids, rules, slots)
         return Sampled(token_ids, sorted(failed), self._logprobs(logits, token_ids, rules, failed))
@@ -145,7 +150,8 @@ class Sampler:
         if rules.counts_prompt:
             is_seen = in_prompt | (num_drawn > 0)
             penalized = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
-            row = torch.where(is_seen, penalized, row)
+            # A penalty near 0 makes a logit infinite, which no token could be drawn from.
+            row = torch.where(is_seen, penalized.clamp(max=torch.finfo(torch.float32).max), row)
         return row - params.frequency_penalty * num_drawn - params.presence_penalty * (num_drawn > 0)
 
     def _choose(

@@ -130,7 +130,8 @@ def _adjust(
     is_seen = tables.is_in_prompt.index_select(0, slots) | was_drawn
     repetition = rows.repetition_penalty[:, None]
     penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(is_seen, penalized, logits)
+    # A penalty near 0 makes a logit infinite, which no token could be drawn from.
+    logits = torch.where(is_seen, penalized.clamp(max=torch.finfo(torch.float32).max), logits)
     return logits - rows.frequency_penalty[:, None] * num_drawn - rows.presence_penalty[:, None] * was_drawn
 
 

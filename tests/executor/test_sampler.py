@@ -15,37 +15,10 @@ from hypothesis import strategies as st
 
 from executor_svc.draw import draw, keep_mask
 from executor_svc.random_numbers import mix_seed, uniform_numbers
-from executor_svc.sampler import Sampled, Sampler
+from executor_svc.sampler import Sampler
 from holdback.errors import InvalidArgumentError
 from holdback.types import RequestSpec, SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0)
-EOS = 2
-
-
-def sample(
-    logits: Sequence[Sequence[float]] | torch.Tensor,
-    *params: SamplingParams | None,
-    uniform: Sequence[float] | None = None,
-    num_outputs: Sequence[int] | None = None,
-    slots: Sequence[int] | None = None,
-    sampler: Sampler | None = None,
-) -> Sampled:
-    rows = torch.as_tensor(logits, dtype=torch.float32)
-    sampler = sampler or Sampler(max_num_seqs=8, vocab_size=rows.shape[1], eos_token_ids=[EOS])
-    return sampler.sample(
-        rows,
-        params,
-        num_outputs or [0] * len(rows),
-        torch.tensor(uniform or [0.5] * len(rows), dtype=torch.float32),
-        slots or list(range(len(rows))),
-    )
-
-
-def one(logits: Sequence[float], uniform: float = 0.5, num_outputs: int = 0, **params: Any) -> int:
-    """The token of a row alone."""
-    found = sample([logits], SamplingParams(**params), uniform=[uniform], num_outputs=[num_outputs])
-    return int(found.token_ids[0])
+from tests.executor.sampling import EOS, GREEDY, log, one, sample
 
 
 def distribution(logits: Sequence[float], **params: Any) -> dict[int, float]:
@@ -54,10 +27,6 @@ def distribution(logits: Sequence[float], **params: Any) -> dict[int, float]:
     rows = torch.tensor([logits]).expand(1000, -1)
     drawn = draw(rows.contiguous(), [SamplingParams(**params)] * 1000, grid)
     return {token: count / 1000 for token, count in sorted(Counter(drawn.tolist()).items())}
-
-
-def log(*probabilities: float) -> list[float]:
-    return [math.log(p) for p in probabilities]
 
 
 # Greedy
@@ -166,6 +135,32 @@ def test_tiny_temperatures_take_the_most_likely_token(temperature: float, unifor
     found = sample([[30, 29.9, -50]], SamplingParams(temperature=temperature), uniform=[uniform])
     assert found.token_ids.tolist() == [0]
     assert found.failed_rows == []
+
+
+@pytest.mark.case("B30")
+@pytest.mark.parametrize("penalty", [1e-30, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_repetition_penalty_near_0_draws_a_token_that_was_seen(penalty: float, temperature: float) -> None:
+    """The quotient is beyond float32; an infinite logit would give no distribution, and an id beyond the vocabulary."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    sampler = Sampler(4, 3, [EOS])
+    sampler.start_request(0, RequestSpec("r", [0, 1], params))
+    found = [int(sample([[29.0, 30.0, 50.0]], params, uniform=[u], sampler=sampler).token_ids[0]) for u in (0.0, 0.999)]
+    assert set(found) <= {0, 1}
+    assert int(sample([[-3.0, -4.0, -50.0]], params, sampler=sampler).token_ids[0]) in (0, 1)
+
+
+@pytest.mark.case("B30")
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1000.0])
+def test_the_largest_biases_on_the_largest_logits_draw_a_token_that_is_there(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, logit_bias={0: 100.0, 1: -100.0})
+    for logits in ([3.4e38, 3.4e38, 0.0], [-3.4e38, -3.4e38, -3.4e38], [0.0, 0.0, 0.0]):
+        for uniform in (0.0, 0.5, 1 - 2**-24):
+            found = sample([logits, [0.0, 1.0, 2.0]], params, GREEDY, uniform=[uniform, 0.5])
+            assert int(found.token_ids[0]) in range(3)
+            assert found.failed_rows == []
+            assert int(found.token_ids[1]) == 2
+    assert one([0.0, 0.0, 0.0], temperature=min(temperature, 1.0), logit_bias={1: 100.0}) == 1
 
 
 @pytest.mark.case("B30")
@@ -356,36 +351,3 @@ def test_token_ids_outside_the_vocabulary_are_refused_before_they_index_anything
     sampler = Sampler(4, 512, [EOS])
     with pytest.raises(InvalidArgumentError, match=rf"{field}; allowed: \[0, 512\)"):
         sampler.start_request(0, RequestSpec("r", [1], SamplingParams(**params)))
-
-
-# Log-probabilities
-
-
-def test_logprobs_are_of_the_models_logits_whatever_was_done_to_them() -> None:
-    params = SamplingParams(temperature=0.0, logit_bias={3: 100.0}, num_logprobs=2)
-    found = sample([log(0.4, 0.2, 0.3, 0.1)], params).logprobs[0]
-    assert found is not None
-    assert found.token_id == 3
-    assert found.logprob == pytest.approx(math.log(0.1), abs=1e-6)
-    assert found.top_token_ids == (0, 2)
-    assert found.top_logprobs == pytest.approx(log(0.4, 0.3), abs=1e-6)
-
-
-def test_logprobs_of_0_are_of_the_chosen_token_alone() -> None:
-    found = sample([log(0.4, 0.5, 0.1)], SamplingParams(temperature=0.0, num_logprobs=0)).logprobs[0]
-    assert found is not None
-    assert (found.token_id, found.top_token_ids, found.top_logprobs) == (1, (), ())
-
-
-def test_logprobs_are_none_where_not_asked_for_and_empty_when_no_row_asks() -> None:
-    asks = SamplingParams(temperature=0.0, num_logprobs=1)
-    found = sample([[1.0, 0.0, 0.0]] * 2, GREEDY, asks)
-    assert found.logprobs[0] is None
-    assert found.logprobs[1] is not None
-    assert sample([[1.0, 0.0, 0.0]], GREEDY).logprobs == []
-
-
-def test_equal_logprobs_are_listed_by_id() -> None:
-    found = sample([[0.0, 1.0, 1.0, 1.0]], SamplingParams(temperature=0.0, num_logprobs=3)).logprobs[0]
-    assert found is not None
-    assert found.top_token_ids == (1, 2, 3)

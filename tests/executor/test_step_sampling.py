@@ -118,6 +118,18 @@ def test_greedy_takes_the_first_of_equal_logits_among_sampling_rows() -> None:
     assert int(found.token_ids[0]) == 400
 
 
+@pytest.mark.case("B30")
+@pytest.mark.parametrize("penalty", [1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_repetition_penalty_near_0_draws_a_token_that_was_seen(penalty: float, temperature: float) -> None:
+    both, params = Both(), SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    both.start(0, params, [3, 4], [])
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 3], logits[0, 4], logits[0, 5] = 29.0, 30.0, 50.0
+    _, found = both.sample(logits, [params], 0, torch.tensor([0.5]))
+    assert int(found.token_ids[0]) in (3, 4)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_fails_alone_and_writes_token_0(bad: float) -> None:
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
