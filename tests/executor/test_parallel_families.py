@@ -30,6 +30,7 @@ class Share:
     num_kv_heads: set[int]
     local_bytes: int
     fingerprint: str
+    num_threads: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,12 @@ def shares(directories: dict[str, pathlib.Path], tmp_path_factory: pytest.TempPa
     try:
         with group_of_two(0, meeting_file) as group:
             found = {}
+            num_threads = [group.num_threads(wanted) for wanted in (1, 2, 5)]
             for (device, results), family in zip(run_rank(group, list(directories.values())), FAMILIES, strict=True):
                 weights = [getattr(weight, "_local_tensor", weight) for weight in device._model.module.parameters()]
                 heads = {pages.shape[2] for pages in device.kv_cache.keys}
                 num_bytes = sum(weight.nbytes for weight in weights)
-                found[family] = Share(results, heads, num_bytes, device.model.fingerprint)
+                found[family] = Share(results, heads, num_bytes, device.model.fingerprint, num_threads)
         assert child.wait(60) == 0
     finally:
         child.kill()
@@ -79,8 +81,12 @@ def test_two_ranks_give_the_tokens_and_the_logits_of_one(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_rank_keeps_its_share_of_weights_and_heads(family: str, shares: dict[str, Share]) -> None:
+def test_a_rank_keeps_its_share_of_the_heads(family: str, shares: dict[str, Share]) -> None:
     assert shares[family].num_kv_heads == ({2} if family in WHOLE_ATTENTION else {1})
+
+
+def test_ranks_share_the_threads_and_each_has_one(shares: dict[str, Share]) -> None:
+    assert shares["smollm2"].num_threads == [1, 1, 2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
