@@ -7,7 +7,9 @@ import pathlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
@@ -60,6 +62,34 @@ async def gateway(make_gateway: Callable[..., Any], scheduler: ScriptedScheduler
 async def client(gateway: GatewayServer) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20) as client:
         yield client
+
+
+@pytest.fixture
+async def http_gateway(make_gateway: Callable[..., Any], scheduler: ScriptedScheduler) -> GatewayServer:
+    """As `gateway`, with the OpenAI HTTP API."""
+    server: GatewayServer = await make_gateway(scheduler=scheduler.target, http_port=0)
+    await wait_until_ready(server)
+    return server
+
+
+@pytest.fixture
+async def openai(http_gateway: GatewayServer) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's own client, which does not try again, so that a test sees each answer."""
+    url = f"{http_url(http_gateway)}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(http_gateway: GatewayServer) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client."""
+    async with httpx.AsyncClient(base_url=http_url(http_gateway), timeout=20, trust_env=False) as client:
+        yield client
+
+
+def http_url(server: GatewayServer) -> str:
+    assert server.http is not None
+    return f"http://127.0.0.1:{server.http.port}"
 
 
 async def wait_until_ready(server: GatewayServer) -> None:

@@ -1,0 +1,100 @@
+"""Bodies of HTTP requests: what is no JSON that means one thing only is refused, soon and in little memory."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from gateway.openai.body import (
+    MAX_BODY_BYTES,
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_STRINGS,
+    decode_object,
+)
+from gateway.openai.errors import BodyError
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"a": [1, 2.5, "x", None, True, {"b": [[]]}]},
+        {"text": 'quotes " and \\ brackets [[[[{{{{ and commas ,,,, in text'},
+        {"text": "\U0001f600 한 \u0000"},
+        {"big": 2**70, "small": 1e-300},
+    ],
+)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_json_is_decoded_as_json(document: dict[str, object], ascii_only: bool) -> None:
+    assert decode_object(json.dumps(document, ensure_ascii=ascii_only).encode()) == document
+
+
+def test_depth_and_width_are_counted_outside_of_strings() -> None:
+    text = "[" * 100 + '\\"' + "{" * 100
+    assert decode_object(b'{"a": "%s"}' % text.encode())["a"] == text.replace("\\", "")
+
+
+def test_the_deepest_document_is_decoded_and_one_deeper_is_refused() -> None:
+    inner = MAX_JSON_DEPTH - 1
+    decode_object(b'{"a":' + b"[" * inner + b"]" * inner + b"}")
+    with pytest.raises(BodyError, match=f"{MAX_JSON_DEPTH + 1} levels; allowed: at most {MAX_JSON_DEPTH}"):
+        decode_object(b'{"a":[' + b"[" * inner + b"]" * inner + b"]}")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"[]", "an object is needed"),
+        (b"null", "an object is needed"),
+        (b'"x', "Unterminated string"),
+        (b'{"a":1}x', "Extra data"),
+        (b'{"a":1,"a":2}', "the key 'a' stands twice"),
+        (b'{"x":{"a":1,"b":0,"a":1}}', "the key 'a' stands twice"),
+        (b'{"a":NaN}', "NaN is no number"),
+        (b'{"a":-Infinity}', "-Infinity is no number"),
+        (b'{"a":' + b"9" * 5000 + b"}", "integer"),
+        (b'{"a":"\\ud83d"}', "half of a surrogate pair"),
+        (b'{"\\udc00":1}', "half of a surrogate pair"),
+        (b'{"a":"\xff"}', "byte 6 is not UTF-8"),
+        (b'{"a":"\xed\xa0\x80"}', "is not UTF-8"),
+        (b'\xef\xbb\xbf{"a":1}', "BOM"),
+        ('{"a":1}'.encode("utf-16"), "byte 0 is not UTF-8"),
+        (b'{"a":1e', "Expecting"),
+    ],
+)
+def test_what_is_not_such_json_is_refused_in_words(body: bytes, words: str) -> None:
+    with pytest.raises(BodyError, match=words) as caught:
+        decode_object(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.case("B70")
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"[" * 100_000, "levels"),
+        (b'{"a":' * 20_000, "levels"),
+        (b'{"a":[' + b"[]," * 100_000 + b"[]]}", f"at most {MAX_JSON_CONTAINERS}"),
+        (b'{"a":[' + b"0," * 4_000_000 + b"0]}", "commas"),
+        (b'{"a":[' + b'"",' * 400_000 + b'""]}', f"more than {MAX_JSON_STRINGS} strings"),
+        (b'{"' + b'\\"' * 2_000_000, "Unterminated string"),
+        (b'"' * 4_000_000, "strings"),
+        (b'{"a":"' + b"\\" * 4_000_001, "Unterminated|Invalid"),
+    ],
+    ids=["deep-arrays", "deep-objects", "wide", "long", "strings", "escapes", "quotes", "backslashes"],
+)
+def test_a_body_that_asks_for_much_work_gets_little(body: bytes, words: str) -> None:
+    began = time.process_time()
+    with pytest.raises(BodyError, match=words):
+        decode_object(body)
+    assert time.process_time() - began < 0.5  # some 0.03 s; quadratic work would be minutes
+
+
+def test_the_longest_body_holds_the_longest_prompt() -> None:
+    assert MAX_BODY_BYTES > 2 * 8 * 1024 * 1024 + 1024
