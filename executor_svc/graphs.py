@@ -127,10 +127,11 @@ def _contexts_to_time(device: Device, key: GraphKey) -> list[int]:
 
 def _run(device: Device, key: GraphKey, context: int) -> int:
     """Runs a graph once, full of real rows that touch nobody's memory; its time in microseconds, >= 1."""
-    return max(1, device.collect(device.launch(_inputs(device, key, context))).device_us)
+    return max(1, device.collect(device.launch(graph_inputs(device, key, context))).device_us)
 
 
-def _inputs(device: Device, key: GraphKey, context: int) -> StepInputs:
+def graph_inputs(device: Device, key: GraphKey, context: int) -> StepInputs:
+    """A step of a graph full of real rows, at a context of so many tokens, that touches nobody's memory."""
     limits, max_model_len = device.limits, device.model.max_model_len
     is_prefill = key.phase is Phase.PREFILL
     num_rows = 1 if is_prefill else key.size
