@@ -68,12 +68,20 @@ def check_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Counter[s
         if node.op == "call_function" and not is_getitem(node):
             assert isinstance(node.target, torch._ops.OpOverload), f"{node.target} is no ATen operation"
             assert torch.Tag.core in node.target.tags, f"{node.target} is not core ATen"
-            forbidden = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-            assert not forbidden & set(node.target.tags), f"{node.target} depends on data"
+            assert not depends_on_data(node), f"{node.target} depends on data"
             names[str(node.target)] += 1
         else:
             assert node.op in ("placeholder", "output", "get_attr", "call_function"), f"{node} is a {node.op}"
     return names
+
+
+def depends_on_data(node: torch.fx.Node) -> bool:
+    """Whether values decide about shapes. `index` does so only where it is given a mask."""
+    if node.target is torch.ops.aten.index.Tensor:
+        indices = torch.utils._pytree.tree_leaves(node.args[1])
+        return any(index.meta["val"].dtype is torch.bool for index in indices if isinstance(index, torch.fx.Node))
+    tags: list[torch.Tag] = getattr(node.target, "tags", [])
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def is_getitem(node: torch.fx.Node) -> bool:

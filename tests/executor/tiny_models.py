@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-from executor_svc.devices.base import GraphKey, SamplingInputs, StepInputs
+from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs
 from executor_svc.devices.cpu import CpuDevice, CpuSettings
 from executor_svc.parallel.group import RankGroup
 from holdback.buckets import blocks_for, get_bucket_for_count
@@ -55,7 +55,7 @@ def build_device(directory: pathlib.Path, *, ranks: RankGroup | None = None, **s
 
 
 def prefill_step(
-    device: CpuDevice,
+    device: Device,
     token_ids: Sequence[int],
     table: Sequence[int],
     *,
@@ -82,7 +82,7 @@ def prefill_step(
 
 
 def decode_step(
-    device: CpuDevice,
+    device: Device,
     lengths: Sequence[int],
     tables: Sequence[Sequence[int]],
     slots: Sequence[int],
@@ -127,7 +127,7 @@ def _kv_slot(table: Sequence[int], place: int) -> int:
     return table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
 
 
-def _padded_table(device: CpuDevice, table: Sequence[int]) -> list[int]:
+def _padded_table(device: Device, table: Sequence[int]) -> list[int]:
     width = blocks_for(device.model.max_model_len, BLOCK_SIZE)
     return [*table, *[0] * (width - len(table))]
 
