@@ -11,6 +11,7 @@ tensor, so samples tell; an edit of a few numbers of a very large model, made by
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -37,17 +38,24 @@ def fingerprint(
         dtype: that the weights run in.
         full_bytes: most weight bytes that are read completely.
     """
-    digest = hashlib.sha256()
     relevant = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL and not key.startswith("_")}
-    digest.update(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode())
-    is_sampled = sum(path.stat().st_size for path in weight_files) > full_bytes
+    described = json.dumps(relevant, sort_keys=True, separators=(",", ":"))
+    files = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files)
+    is_sampled = sum(size for _, size, _ in files) > full_bytes
+    return f"{_digest(described, files, is_sampled=is_sampled)[:32]}-{dtype}"
+
+
+@functools.lru_cache(maxsize=4)  # a start asks more than once; a changed file has another time
+def _digest(described: str, files: tuple[tuple[pathlib.Path, int, int], ...], *, is_sampled: bool) -> str:
+    digest = hashlib.sha256()
+    digest.update(described.encode())
     digest.update(b"sampled" if is_sampled else b"full")
-    tensors = [tensor for path in weight_files for tensor in _tensors(path)]
+    tensors = [tensor for path, _, _ in files for tensor in _tensors(path)]
     for name, description, path, start, size in sorted(tensors):
         digest.update(f"\n{name}\n{description}\n".encode())
         for chunk in _chunks(path, start, size, is_sampled=is_sampled):
             digest.update(chunk)
-    return f"{digest.hexdigest()[:32]}-{dtype}"
+    return digest.hexdigest()
 
 
 def _tensors(path: pathlib.Path) -> Iterator[tuple[str, str, pathlib.Path, int, int]]:

@@ -28,6 +28,7 @@ from executor_svc.devices.base import Device
 from executor_svc.execution import Execution
 from executor_svc.graphs import warm_up
 from executor_svc.lease import Lease, LeaseHolder, lease_lost
+from executor_svc.pool_check import check_pool
 from executor_svc.registration import Registration
 from executor_svc.runner import NeuronModelRunner
 from executor_svc.watchdog import StepWatchdog
@@ -172,6 +173,7 @@ class ExecutorProcess:
 
     async def _work(self, port: int) -> None:
         launching = self._threads.launching
+        await check_pool(self._config)
         device = self._device = await launching.call(partial(self._create, self._config))
         log.info("device_ready", device=device.kind, model=device.model.name, num_blocks=device.limits.num_blocks)
         latencies = await launching.call(partial(warm_up, device, self._stop_warm_up))

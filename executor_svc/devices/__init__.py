@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from executor_svc.config import ExecutorConfig
     from executor_svc.devices.base import Device
     from executor_svc.parallel.group import RankGroup
+    from holdback.types import ModelInfo
 
 
 def create_device(config: ExecutorConfig) -> Device:
@@ -36,3 +37,17 @@ def create_local_device(config: ExecutorConfig, ranks: RankGroup | None = None) 
     from executor_svc.devices.cpu_config import create_cpu_device
 
     return create_cpu_device(config, ranks)
+
+
+def loads_model(config: ExecutorConfig) -> bool:
+    """Whether the device of a configuration loads a model, which takes its time."""
+    return config.device != "simulated"
+
+
+def expected_model(config: ExecutorConfig) -> ModelInfo | None:
+    """What `create_device` will load, told by its files; None where they do not say enough. Raises ConfigError."""
+    from executor_svc.model_description import describe_model
+
+    if config.model is None or not loads_model(config):
+        return None
+    return describe_model(config.model, config.dtype, config.max_model_len)

@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 
 from holdback import rpc
-from holdback.codec import StepEncoder
+from holdback.codec import StepEncoder, encode_model_info
 from holdback.errors import HoldbackError
-from holdback.types import SchedulerOutput
+from holdback.types import ModelInfo, SchedulerOutput
 from holdback.v1 import executor_pb2, executor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 VERSION = types_pb2.ProtocolVersion(major=1, minor=0)
@@ -56,6 +56,7 @@ class StubScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         registrations: each accepted registration.
         refusal: what a registration is refused with.
         refused: set once one was.
+        pool_model: that GetState tells.
         is_silent: accept, and then send no heartbeat.
         lease_timeout_ms, heartbeat_interval_ms: told to executors.
     """
@@ -65,6 +66,7 @@ class StubScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.registrations: asyncio.Queue[Registered] = asyncio.Queue()
         self.refusal: HoldbackError | None = None
         self.refused = asyncio.Event()
+        self.pool_model: ModelInfo | None = None
         self.is_silent = False
         self.lease_timeout_ms = 5000
         self.heartbeat_interval_ms = 50
@@ -120,8 +122,11 @@ class StubScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetLoad(self, request: object, context: object) -> NoReturn:  # noqa: N802
         raise NotImplementedError("nobody asks this scheduler for its load")
 
-    async def GetState(self, request: object, context: object) -> NoReturn:  # noqa: N802
-        raise NotImplementedError("nobody asks this scheduler for its state")
+    async def GetState(  # noqa: N802
+        self, request: scheduler_pb2.GetStateRequest, context: object
+    ) -> scheduler_pb2.GetStateResponse:
+        model = None if self.pool_model is None else encode_model_info(self.pool_model)
+        return scheduler_pb2.GetStateResponse(pool=scheduler_pb2.PoolStatus(model=model))
 
     async def _read(self, registered: Registered, requests: AsyncIterator[scheduler_pb2.RegisterRequest]) -> None:
         async for request in requests:
