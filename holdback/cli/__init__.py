@@ -48,8 +48,8 @@ OWN_PACKAGES = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 def main(argv: list[str] | None = None) -> int:
     """Runs one command.
 
-    Exit status: 0, 1 when it failed, 2 when it was called or configured wrongly, 130 after Ctrl-C. An executor also ends
-    with 3, when a step hung and its watchdog ended the process.
+    Exit status: 0, 1 when it failed, 2 when it was called or configured wrongly, 130 after Ctrl-C. An executor also
+    ends with 3, when a step hung and its watchdog ended the process.
     """
     # Before gRPC is loaded: its C core writes lines of its own form to standard error, harmless ones too.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
