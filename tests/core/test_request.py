@@ -4,7 +4,7 @@ import pytest
 
 from holdback.errors import ErrorReason, InvalidArgumentError
 from holdback.types import FinishReason, ModelInfo, RequestSpec, SamplingParams, Usage
-from scheduler_svc.core.request import check_request
+from scheduler_svc.core.request import Request, check_request
 from tests.core.builders import EOS, build_request
 
 MODEL = ModelInfo("f", "m", vocab_size=128, eos_token_ids=(EOS,), max_model_len=16)
@@ -76,6 +76,28 @@ def test_an_ending_is_eos_then_a_stop_id_then_length(sampling, outputs, expected
     request = build_request(**{"max_tokens": 8, **sampling})
     request.output_token_ids = list(outputs)
     assert request.ending(outputs[-1]) == expected
+
+
+@pytest.mark.case("B37")
+@pytest.mark.parametrize(
+    ("sampling", "max_tokens", "expected"),
+    [
+        ({"ignore_eos": True, "stop_token_ids": (9,)}, 8, (4, FinishReason.STOP, 9)),
+        ({"ignore_eos": True}, 5, (5, FinishReason.LENGTH, None)),
+        ({"stop_token_ids": (9,)}, 8, (2, FinishReason.STOP, None)),
+        ({}, 2, (2, FinishReason.STOP, None)),
+    ],
+)
+def test_end_ids_of_the_model_and_stop_ids_of_the_user_are_told_apart(sampling, max_tokens, expected):
+    """End ids {2, 5}; the model says 4, 5, 2, 9, 4."""
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    request = Request("r", RequestSpec("r", [1, 2, 3], params), (2, 5))
+    for token_id in (4, 5, 2, 9, 4):
+        request.output_token_ids.append(token_id)
+        reason, stop_token_id = request.ending(token_id)
+        if reason is not None:
+            break
+    assert (len(request.output_token_ids), reason, stop_token_id) == expected
 
 
 def test_a_continuation_prefills_what_was_produced_and_keeps_its_promises():
