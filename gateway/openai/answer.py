@@ -153,6 +153,8 @@ class Answer(Response):
         events = Events(head, includes_usage=self._request.includes_usage)
         async with aclosing(merged(self._runs)) as outputs:
             first = await anext(outputs)
+            if first[1].error is not None:
+                raise first[1].error
             self._observe(scope, first[2])
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})

@@ -69,7 +69,7 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(entries) > MAX_STOP_STRINGS:
         raise wrong("stop", entries, f"at most {MAX_STOP_STRINGS} strings")
     for index, entry in enumerate(entries):
-        if not isinstance(entry, str) or not entry:
+        if not isinstance(entry, str) or not 1 <= len(entry.encode()) <= MAX_STOP_STRING_BYTES:
             name = "stop" if entry is value else f"stop[{index}]"
             raise wrong(name, entry, f"a string of 1 to {MAX_STOP_STRING_BYTES} bytes")
     return tuple(entries)
@@ -268,5 +268,5 @@ class GenerationRequest(pydantic.BaseModel):
             return self.token_limit[0]
         if field == "num_logprobs":
             return "logprobs"
-        match = re.fullmatch(r"(?:chat\.messages|prompt|text|token_ids)(.*)", field)
+        match = re.fullmatch(r"(?:chat\.messages|chat|prompt|text|token_ids)(.*)", field)
         return field if match is None else input_name + match[1]
