@@ -13,7 +13,7 @@ from executor_svc.cache_directory import CacheDirectoryError, prepare_directory,
 
 SOURCES = pathlib.Path(__file__).parent
 FEATURES = ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", *(f"-m{name.replace('_', '')}" for name in FEATURES))
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", *(f"-m{name.replace('_', '')}" for name in FEATURES))
 _TIMEOUT_S = 120
 
 

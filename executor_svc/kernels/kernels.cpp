@@ -1,7 +1,5 @@
 // What Python calls (native.py): plain functions over memory that torch owns. No header of torch is needed, so that it
-// compiles in seconds. Threads are OpenMP's, those that torch has started already.
-#include <omp.h>
-
+// compiles in seconds.
 #include "attention.h"
 #include "layers.h"
 #include "linear.h"
@@ -10,16 +8,11 @@
 
 namespace {
 
-template <typename Work>
-void with_team(int threads, int num_counters, const Work& work) {
-  Team team(num_counters);
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp single
-    team.size = omp_get_num_threads();  // it may give fewer
-    int counter = 0;
-    work(team, counter);
-  }
+// Each caller's thread has its own; the pool lets in one caller at a time.
+Scratch& begin_scratch() {
+  thread_local Scratch scratch;
+  scratch.begin();
+  return scratch;
 }
 
 }  // namespace
@@ -27,14 +20,16 @@ void with_team(int threads, int num_counters, const Work& work) {
 extern "C" {
 
 void holdback_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (int64_t panel = 0; panel < panels_of(outputs); ++panel) pack_panel(weight, outputs, inputs, panel, packed);
+  with_team(threads, 1, [&](Team& team, Member& member) {
+    team.share(member, panels_of(outputs), 1,
+               [&](int64_t panel) { pack_panel(weight, outputs, inputs, panel, packed); });
+  });
 }
 
 void holdback_linear(const bf16* input, int64_t rows, int64_t inputs, const bf16* packed, int64_t outputs,
                      const bf16* bias, void* out, int is_float, int threads) {
-  with_team(threads, 1, [&](Team& team, int& counter) {
-    linear(team, counter, input, rows, inputs, packed, outputs, [&](int64_t row, int64_t column, __m512 sum) {
+  with_team(threads, 1, [&](Team& team, Member& member) {
+    linear(team, member, input, rows, inputs, packed, outputs, [&](int64_t row, int64_t column, __m512 sum) {
       const int64_t count = std::min<int64_t>(16, outputs - column);
       if (count <= 0) return;
       const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
@@ -50,40 +45,43 @@ void holdback_linear(const bf16* input, int64_t rows, int64_t inputs, const bf16
 
 // The largest of each row, the first among equals, and whether all of the row is finite.
 void holdback_rank(const float* logits, int64_t rows, int64_t size, int64_t* largest, uint8_t* is_finite, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-  for (int64_t row = 0; row < rows; ++row) is_finite[row] = rank_row(logits + row * size, size, largest[row]);
+  with_team(rows > 1 ? threads : 1, 1, [&](Team& team, Member& member) {
+    team.share(member, rows, 1,
+               [&](int64_t row) { is_finite[row] = rank_row(logits + row * size, size, largest[row]); });
+  });
 }
 
 void holdback_decode_attention(const Pages* pages, int64_t rows, const int64_t* tables, int64_t width,
                                const int64_t* lengths, const bf16* query, bf16* out, int threads) {
-  DecodeAttention attention(rows, tables, width, lengths, pages->heads, pages->head_dim);
+  DecodeAttention attention(begin_scratch(), rows, tables, width, lengths, pages->heads, pages->head_dim);
   const auto find = [&](int64_t row, int64_t head, bool) {
     return query + (row * pages->heads + head * pages->group()) * pages->head_dim;
   };
-  with_team(threads, 2, [&](Team& team, int& counter) { attention.run(team, counter, *pages, find, out); });
+  with_team(threads, 2, [&](Team& team, Member& member) { attention.run(team, member, *pages, find, out); });
 }
 
 void holdback_prefill_attention(const Pages* pages, int64_t tokens, int64_t start, const int64_t* table,
                                 const bf16* query, bf16* out, int threads) {
-  PrefillAttention attention(tokens, start, table, pages->kv_heads, pages->head_dim);
-  with_team(threads, 2, [&](Team& team, int& counter) { attention.run(team, counter, *pages, query, out); });
+  PrefillAttention attention(begin_scratch(), tokens, start, table, pages->kv_heads, pages->head_dim);
+  with_team(threads, 2, [&](Team& team, Member& member) { attention.run(team, member, *pages, query, out); });
 }
 
 void holdback_layers(const Layer* layers, int64_t num_layers, const Sizes* sizes, const Step* step, bf16* hidden,
                      int threads) {
-  Buffers buffers(*sizes, step->rows, hidden);
-  if (step->is_prefill) {
-    PrefillAttention attention(step->rows, step->lengths[0] - step->rows, step->tables, sizes->kv_heads,
-                               sizes->head_dim);
-    with_team(threads, num_layers * kPhases + 1, [&](Team& team, int& counter) {
-      run_layers(team, counter, layers, num_layers, *sizes, *step, attention, buffers, hidden);
+  Scratch& scratch = begin_scratch();
+  const auto run = [&](const auto& make_attention) {
+    run_layers(threads, layers, num_layers, *sizes, *step, scratch, make_attention, hidden);
+  };
+  if (step->is_prefill)
+    run([&] {
+      return PrefillAttention(scratch, step->rows, step->lengths[0] - step->rows, step->tables, sizes->kv_heads,
+                              sizes->head_dim);
     });
-  } else {
-    DecodeAttention attention(step->rows, step->tables, step->width, step->lengths, sizes->heads, sizes->head_dim);
-    with_team(threads, num_layers * kPhases + 1, [&](Team& team, int& counter) {
-      run_layers(team, counter, layers, num_layers, *sizes, *step, attention, buffers, hidden);
+  else
+    run([&] {
+      return DecodeAttention(scratch, step->rows, step->tables, step->width, step->lengths, sizes->heads,
+                             sizes->head_dim);
     });
-  }
 }
 
 }  // extern "C"

@@ -22,6 +22,8 @@ struct Sizes {
   int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
   float epsilon, scale;
   const bf16* last_norm;  // [hidden]
+
+  int64_t projected() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
 struct Step {
@@ -34,21 +36,29 @@ struct Step {
   const bf16* sine;
 };
 
-constexpr int kPhases = 9;          // most times that work is shared out in a layer
+constexpr int kOperations = 9;  // most times that work is shared out in a layer
 constexpr int64_t kOwnRows = 32;
 
+// What one layer leaves. No thread computes a layer before all have left the one that had its memory last (team.h).
+template <typename Attention>
 struct Buffers {
-  Buffers(const Sizes& sizes, int64_t rows, const bf16* hidden)
-      : residual(rows * sizes.hidden),
-        projected(rows * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim),
-        normed(rows * sizes.hidden),
-        query(rows * sizes.heads * sizes.head_dim),
-        attended(query.size()),
-        activated(rows * sizes.intermediate) {
-    for (size_t i = 0; i < residual.size(); i += 16) _mm512_storeu_ps(residual.data() + i, load_bf16(hidden + i));
+  Buffers(Scratch& scratch, const Sizes& sizes, int64_t rows, const Attention& attention)
+      : after_attention(scratch.take<float>(rows * sizes.hidden)),
+        after(scratch.take<float>(rows * sizes.hidden)),
+        projected(scratch.take<float>(rows * sizes.projected())),
+        normed(scratch.take<bf16>(rows > kOwnRows ? rows * sizes.hidden : 0)),
+        query(scratch.take<bf16>(rows * sizes.heads * sizes.head_dim)),
+        attended(scratch.take<bf16>(rows * sizes.heads * sizes.head_dim)),
+        activated(scratch.take<bf16>(rows * sizes.intermediate)),
+        attention(attention) {}
+
+  static int64_t bytes(const Sizes& sizes, int64_t rows) {
+    return rows * (8 * sizes.hidden + 4 * sizes.projected() + 4 * sizes.heads * sizes.head_dim + 2 * sizes.intermediate);
   }
-  std::vector<float> residual, projected;
-  std::vector<bf16> normed, query, attended, activated;
+
+  float *after_attention, *after, *projected;  // `after_attention` and `after`: the residual stream
+  bf16 *normed, *query, *attended, *activated;
+  Attention attention;
 };
 
 inline __m512 silu(__m512 x) {
@@ -97,88 +107,111 @@ inline void write_token(const Layer& layer, const Sizes& sizes, const Step& step
 }
 
 // Each token is rotated and written by whoever attends to its context's last keys.
-inline void attend(Team& team, int& counter, const Layer& layer, const Sizes& sizes, const Step& step,
-                   const Pages& pages, DecodeAttention& attention, Buffers& buffers) {
-  const int64_t width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim;
+inline void attend(Team& team, Member& member, const Layer& layer, const Sizes& sizes, const Step& step,
+                   const Pages& pages, Buffers<DecodeAttention>& buffers) {
   const auto prepare = [&](int64_t row, int64_t head, bool is_last) {
-    const float* projected = buffers.projected.data() + row * width;
+    const float* projected = buffers.projected + row * sizes.projected();
     if (is_last) write_token(layer, sizes, step, row, head, projected);
     thread_local std::vector<bf16> query;  // of this thread: every piece of a row rotates its queries anew
     query.resize(sizes.heads * sizes.head_dim);
     rotate_queries(sizes, step, row, head, projected, query.data());
     return query.data() + head * pages.group() * sizes.head_dim;
   };
-  attention.run(team, counter, pages, prepare, buffers.attended.data());
+  buffers.attention.run(team, member, pages, prepare, buffers.attended);
 }
 
-inline void attend(Team& team, int& counter, const Layer& layer, const Sizes& sizes, const Step& step,
-                   const Pages& pages, PrefillAttention& attention, Buffers& buffers) {
-  const int64_t width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim;
-  team.share(counter, step.rows, 4, [&](int64_t row) {
-    const float* projected = buffers.projected.data() + row * width;
+inline void attend(Team& team, Member& member, const Layer& layer, const Sizes& sizes, const Step& step,
+                   const Pages& pages, Buffers<PrefillAttention>& buffers) {
+  team.share(member, step.rows, 4, [&](int64_t row) {
+    const float* projected = buffers.projected + row * sizes.projected();
     for (int64_t head = 0; head < sizes.kv_heads; ++head) {
-      rotate_queries(sizes, step, row, head, projected, buffers.query.data() + row * sizes.heads * sizes.head_dim);
+      rotate_queries(sizes, step, row, head, projected, buffers.query + row * sizes.heads * sizes.head_dim);
       write_token(layer, sizes, step, row, head, projected);
     }
   });
-  attention.run(team, counter, pages, buffers.query.data(), buffers.attended.data());
+  buffers.attention.run(team, member, pages, buffers.query, buffers.attended);
 }
 
-// The norm of all rows. Few of them each thread computes for itself, which costs less than to wait for another.
-inline const bf16* norm(Team& team, int& counter, const Sizes& sizes, int64_t rows, const bf16* weight,
-                        Buffers& buffers) {
+// The norm of all rows, for the linear layer that comes next. Few of them each thread computes for itself, which costs
+// less than to wait for another.
+inline const bf16* norm(Team& team, Member& member, const Sizes& sizes, int64_t rows, const float* residual,
+                        const bf16* weight, bf16* shared) {
   const int64_t size = sizes.hidden;
-  const float* residual = buffers.residual.data();
-  if (rows <= kOwnRows) {
-    thread_local std::vector<bf16> own;
-    own.resize(rows * size);
-    for (int64_t row = 0; row < rows; ++row)
-      norm_row(residual + row * size, weight, size, sizes.epsilon, own.data() + row * size);
-    return own.data();
+  if (rows > kOwnRows) {
+    team.share(member, rows, 4, [&](int64_t row) {
+      norm_row(residual + row * size, weight, size, sizes.epsilon, shared + row * size);
+    });
+    return shared;
   }
-  bf16* normed = buffers.normed.data();
-  team.share(counter, rows, 4, [&](int64_t row) {
-    norm_row(residual + row * size, weight, size, sizes.epsilon, normed + row * size);
+  thread_local std::vector<bf16> own;
+  if (team.is_over(member)) return own.data();  // nobody reads it
+  own.resize(rows * size);
+  for (int64_t row = 0; row < rows; ++row)
+    norm_row(residual + row * size, weight, size, sizes.epsilon, own.data() + row * size);
+  return own.data();
+}
+
+// out = before + input times weight.
+inline void add_linear(Team& team, Member& member, const bf16* input, int64_t rows, int64_t inputs, const bf16* weight,
+                       const float* before, int64_t hidden, float* out) {
+  linear(team, member, input, rows, inputs, weight, hidden, [&](int64_t row, int64_t column, __m512 sum) {
+    if (column >= hidden) return;
+    const int64_t place = row * hidden + column;
+    _mm512_storeu_ps(out + place, _mm512_add_ps(_mm512_loadu_ps(before + place), sum));
   });
-  return normed;
 }
 
 template <typename Attention>
-inline void run_layer(Team& team, int& counter, const Layer& layer, const Sizes& sizes, const Step& step,
-                      Attention& attention, Buffers& buffers) {
+inline void run_layer(Team& team, Member& member, const Layer& layer, const Sizes& sizes, const Step& step,
+                      const float* before, Buffers<Attention>& buffers) {
   const int64_t rows = step.rows, hidden = sizes.hidden, width = sizes.heads * sizes.head_dim;
-  const int64_t projected = width + 2 * sizes.kv_heads * sizes.head_dim;
-  const auto add = [&](int64_t row, int64_t column, __m512 sum) {
-    if (column >= hidden) return;
-    float* to = buffers.residual.data() + row * hidden + column;
-    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sum));
-  };
-  const bf16* normed = norm(team, counter, sizes, rows, layer.input_norm, buffers);
-  linear(team, counter, normed, rows, hidden, layer.query_key_value, projected,
+  const int64_t projected = sizes.projected();
+  const bf16* normed = norm(team, member, sizes, rows, before, layer.input_norm, buffers.normed);
+  linear(team, member, normed, rows, hidden, layer.query_key_value, projected,
          [&](int64_t row, int64_t column, __m512 sum) {
-           if (column < projected) _mm512_storeu_ps(buffers.projected.data() + row * projected + column, sum);
+           if (column < projected) _mm512_storeu_ps(buffers.projected + row * projected + column, sum);
          });
   const Pages pages{layer.keys,  layer.values,   sizes.block_size, sizes.kv_heads,
                     sizes.heads, sizes.head_dim, sizes.scale,      layer.window};
-  attend(team, counter, layer, sizes, step, pages, attention, buffers);
-  linear(team, counter, buffers.attended.data(), rows, width, layer.output, hidden, add);
-  normed = norm(team, counter, sizes, rows, layer.attention_norm, buffers);
-  team.share(counter, 2 * sizes.intermediate / kPanel, 1, [&](int64_t panel) {
+  attend(team, member, layer, sizes, step, pages, buffers);
+  add_linear(team, member, buffers.attended, rows, width, layer.output, before, hidden, buffers.after_attention);
+  normed = norm(team, member, sizes, rows, buffers.after_attention, layer.attention_norm, buffers.normed);
+  team.share(member, 2 * sizes.intermediate / kPanel, 1, [&](int64_t panel) {
     const bf16* weight = layer.gate_up + panel * kPanel * hidden;
     panel_product(normed, hidden, rows, hidden, weight, [&](int64_t row, __m512 gate, __m512 up) {
-      store_bf16(buffers.activated.data() + row * sizes.intermediate + panel * 16, _mm512_mul_ps(silu(gate), up));
+      store_bf16(buffers.activated + row * sizes.intermediate + panel * 16, _mm512_mul_ps(silu(gate), up));
     });
   });
-  linear(team, counter, buffers.activated.data(), rows, sizes.intermediate, layer.down, hidden, add);
+  add_linear(team, member, buffers.activated, rows, sizes.intermediate, layer.down, buffers.after_attention, hidden,
+             buffers.after);
 }
 
+// `hidden` is [rows][hidden] and goes from the embeddings to the normed last state.
 template <typename Attention>
-inline void run_layers(Team& team, int& counter, const Layer* layers, int64_t num_layers, const Sizes& sizes,
-                       const Step& step, Attention& attention, Buffers& buffers, bf16* hidden) {
-  for (int64_t layer = 0; layer < num_layers; ++layer)
-    run_layer(team, counter, layers[layer], sizes, step, attention, buffers);
-  team.share(counter, step.rows, 1, [&](int64_t row) {
-    const int64_t begin = row * sizes.hidden;
-    norm_row(buffers.residual.data() + begin, sizes.last_norm, sizes.hidden, sizes.epsilon, hidden + begin);
+inline void run_layers(int threads, const Layer* layers, int64_t num_layers, const Sizes& sizes, const Step& step,
+                       Scratch& scratch, const Attention& make_attention, bf16* hidden) {
+  using Memory = Buffers<decltype(make_attention())>;
+  const int64_t size = step.rows * sizes.hidden;
+  float* embedded = scratch.take<float>(size);
+  for (int64_t i = 0; i < size; i += 16) _mm512_storeu_ps(embedded + i, load_bf16(hidden + i));
+  // Of one thread's memory the cache holds most if there is little of it; several may be this many layers apart.
+  const int64_t most = std::max<int64_t>(3, (4 << 20) / Memory::bytes(sizes, step.rows));
+  const int64_t num_buffers = threads == 1 ? 1 : std::min(most, num_layers);
+  std::vector<Memory> buffers;
+  for (int64_t i = 0; i < num_buffers; ++i) buffers.emplace_back(scratch, sizes, step.rows, make_attention());
+  with_team(threads, num_layers * kOperations + 1, [&](Team& team, Member& member) {
+    const float* before = embedded;
+    for (int64_t layer = 0; layer < num_layers; ++layer) {
+      // A thread reads what the layer before its own left, so the one behind the memory's last must be left too.
+      if (threads > 1 && layer >= num_buffers)
+        team.wait_until_left(member, member.operation / layer * (layer - num_buffers + 2));
+      Memory& own = buffers[layer % num_buffers];
+      run_layer(team, member, layers[layer], sizes, step, before, own);
+      before = own.after;
+    }
+    team.share(member, step.rows, 1, [&](int64_t row) {
+      const int64_t begin = row * sizes.hidden;
+      norm_row(before + begin, sizes.last_norm, sizes.hidden, sizes.epsilon, hidden + begin);
+    });
   });
 }

@@ -4,6 +4,7 @@
 // pairwise dot product takes it. Outputs beyond the last whole panel are zero weights.
 #pragma once
 
+#include "team.h"
 #include "vectors.h"
 
 constexpr int kPanel = 32;
@@ -52,10 +53,10 @@ inline void panel_product(const bf16* input, int64_t stride, int64_t rows, int64
 // Every row times every panel, shared out by panels. `finish(row, column, sum)` gets 16 outputs from `column` on, also
 // those beyond `outputs`.
 template <typename Finish>
-inline void linear(Team& team, int& counter, const bf16* input, int64_t rows, int64_t inputs, const bf16* packed,
+inline void linear(Team& team, Member& member, const bf16* input, int64_t rows, int64_t inputs, const bf16* packed,
                    int64_t outputs, const Finish& finish) {
   const int64_t panels = panels_of(outputs);
-  team.share(counter, panels, panels >= 256 && rows <= 64 ? 4 : 1, [&](int64_t panel) {
+  team.share(member, panels, panels >= 256 && rows <= 64 ? 4 : 1, [&](int64_t panel) {
     const int64_t column = panel * kPanel;
     panel_product(input, inputs, rows, inputs, packed + column * inputs, [&](int64_t row, __m512 low, __m512 high) {
       finish(row, column, low);

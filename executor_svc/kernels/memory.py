@@ -25,7 +25,9 @@ class WeightMemory:
     def __init__(self, sizes: list[int]) -> None:
         num_bytes = sum(_rounded(2 * size, _LINE) for size in sizes)
         # Rounded up, which leaves room to begin at a huge page's boundary; pages that nobody touches cost nothing.
-        memory = mmap.mmap(-1, _rounded(num_bytes, _HUGE_PAGE) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1, _rounded(num_bytes, _HUGE_PAGE) + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         numbers = torch.frombuffer(memory, dtype=torch.bfloat16)

@@ -71,27 +71,28 @@ inline float weigh(float* scores, int64_t begin, int64_t end, float scale, float
 class PrefillAttention {
  public:
   // Tokens [start, start + tokens) of a sequence with the blocks of `table`.
-  PrefillAttention(int64_t tokens, int64_t start, const int64_t* table, int64_t kv_heads, int64_t head_dim)
+  PrefillAttention(Scratch& scratch, int64_t tokens, int64_t start, const int64_t* table, int64_t kv_heads,
+                   int64_t head_dim)
       : tokens_(tokens), start_(start), table_(table), blocks_((start + tokens + kKeys - 1) / kKeys) {
-    keys_.resize(kv_heads * blocks_ * kKeys * head_dim);
-    values_.resize(keys_.size());
+    keys_ = scratch.take<bf16>(kv_heads * blocks_ * kKeys * head_dim);
+    values_ = scratch.take<bf16>(kv_heads * blocks_ * kKeys * head_dim);
   }
 
   // query and out are [tokens][heads][head_dim].
-  void run(Team& team, int& counter, const Pages& pages, const bf16* query, bf16* out) {
+  void run(Team& team, Member& member, const Pages& pages, const bf16* query, bf16* out) {
     const int64_t first_block = pages.first_seen(start_) / kKeys;
-    team.share(counter, (blocks_ - first_block) * pages.kv_heads, 4, [&](int64_t item) {
+    team.share(member, (blocks_ - first_block) * pages.kv_heads, 4, [&](int64_t item) {
       pack(pages, item % pages.kv_heads, first_block + item / pages.kv_heads);
     });
     const int64_t tiles = (tokens_ + kQueries - 1) / kQueries;
-    team.share(counter, tiles * pages.kv_heads, 1, [&](int64_t item) {
+    team.share(member, tiles * pages.kv_heads, 1, [&](int64_t item) {
       attend(pages, item % pages.kv_heads, tiles - 1 - item / pages.kv_heads, query, out);  // the longest ones first
     });
   }
 
  private:
-  bf16* packed(std::vector<bf16>& all, const Pages& pages, int64_t head, int64_t block) {
-    return all.data() + (head * blocks_ + block) * kKeys * pages.head_dim;
+  bf16* packed(bf16* all, const Pages& pages, int64_t head, int64_t block) const {
+    return all + (head * blocks_ + block) * kKeys * pages.head_dim;
   }
 
   // Keys become [head_dim / 2][64][2] and values [32][head_dim][2]. Beyond the context both are zero.
@@ -152,5 +153,5 @@ class PrefillAttention {
   const int64_t tokens_, start_;
   const int64_t* table_;
   const int64_t blocks_;
-  std::vector<bf16> keys_, values_;
+  bf16 *keys_, *values_;
 };

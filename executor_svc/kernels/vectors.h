@@ -1,18 +1,19 @@
-// What all kernels share: bfloat16, a vector exponential, and a team of threads that share out work.
+// What all kernels share: bfloat16, a vector exponential, and memory for what lies between two operations.
 //
 // bfloat16 is the upper half of a float32. A product of two of them is exact in float32, and every sum here is kept in
 // float32, always in the same order for a given row: so a row gets the same bits whoever shares its batch.
 #pragma once
 
 #include <immintrin.h>
-#include <sched.h>
+#include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 using bf16 = uint16_t;
@@ -51,46 +52,49 @@ inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Work is shared out item by item through a counter, so that a thread that the system interrupts holds up the others by
-// one item at most. A team waits by turning for a while and then yields: what else runs on the machine is not starved.
-class Team {
+// Memory of one call for what lies between its operations, kept for the next call. It is not zeroed.
+class Scratch {
  public:
-  explicit Team(int num_counters) : counters_(num_counters) {}
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() { free_all(); }
 
-  int size = 1;  // threads; set before the first call
-
-  // Calls do_item(i) for each i in [0, count) on whichever thread is free, then waits for all. Counters are used up in
-  // order: each thread passes the same sequence of calls.
-  template <typename DoItem>
-  void share(int& counter, int64_t count, int64_t grain, const DoItem& do_item) {
-    std::atomic<int64_t>& next = counters_[counter++].value;
-    for (;;) {
-      const int64_t first = next.fetch_add(grain, std::memory_order_relaxed);
-      if (first >= count) break;
-      for (int64_t i = first; i < std::min(first + grain, count); ++i) do_item(i);
+  // Everything taken before is given back. What did not fit into one piece will now.
+  void begin() {
+    if (blocks_.size() > 1) {
+      free_all();
+      add(total_);
     }
-    wait();
+    used_ = 0;
   }
 
-  void wait() {
-    if (size == 1) return;
-    const int round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-      arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
-    }
-    for (int turn = 0; round_.load(std::memory_order_acquire) == round; ++turn) {
-      if (turn < 2000) _mm_pause();
-      else sched_yield();
-    }
+  template <typename T>
+  T* take(int64_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (blocks_.empty() || used_ + bytes > size_) add(std::max(bytes, total_));
+    char* taken = blocks_.back() + used_;
+    used_ += bytes;
+    return reinterpret_cast<T*>(taken);
   }
 
  private:
-  struct alignas(64) Counter {
-    std::atomic<int64_t> value{0};
-  };
-  std::vector<Counter> counters_;
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> round_{0};
+  static constexpr size_t kHugePage = 2 << 20;
+
+  void add(size_t bytes) {
+    size_ = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    void* block = std::aligned_alloc(kHugePage, size_);
+    if (block == nullptr) throw std::bad_alloc();
+    madvise(block, size_, MADV_HUGEPAGE);  // if it can
+    blocks_.push_back(static_cast<char*>(block));
+    total_ = std::max(total_, blocks_.size() > 1 ? total_ + size_ : size_);
+    used_ = 0;
+  }
+
+  void free_all() {
+    for (char* block : blocks_) std::free(block);
+    blocks_.clear();
+  }
+
+  std::vector<char*> blocks_;
+  size_t size_ = 0, used_ = 0, total_ = 0;
 };
