@@ -41,6 +41,27 @@ def in_cached(name: str, *values: int) -> Callable[[Message], None]:
     return change
 
 
+def with_blocks(*block_ids: int) -> Callable[[Message], None]:
+    def change(message: Message) -> None:
+        message.new_requests[0].block_ids[:] = block_ids
+
+    return change
+
+
+def with_counts(scheduled: int, padded: int) -> Callable[[Message], None]:
+    def change(message: Message) -> None:
+        message.num_scheduled_tokens[:] = [scheduled]
+        message.num_scheduled_tokens_padded[:] = [padded]
+
+    return change
+
+
+def with_new_block(message: Message) -> None:
+    """The block that the request has already."""
+    message.cached_requests.new_block_rows.append(0)
+    message.cached_requests.new_block_ids.append(1)
+
+
 def same_again(message: Message) -> None:
     message.cached_requests.Clear()
     message.cached_requests.same_as_last_decode = True
@@ -65,8 +86,19 @@ OF_A_NEW_REQUEST = [
     (in_new("slot", 4), "slot is 4; allowed: [0, 4)"),
     (in_new("num_computed_tokens", 4), "num_computed_tokens is 4; allowed: a multiple of 4 below 3"),
     (token_outside, "token id is 116; allowed: [0, 116)"),
+    (with_blocks(0), "block is 0; allowed: [1, 17); block 0 is the null block"),
+    (with_blocks(17), "block is 17; allowed: [1, 17)"),
+    (with_blocks(1), "block to write to is 1; allowed: one that no block table has"),
+    (with_blocks(2, 2), "block to write to is 2; allowed: one that no block table has"),
+    (with_blocks(), "tokens in row 0 is 3; allowed: at most 0, what its blocks hold"),
+    (with_counts(0, 4), "num_scheduled_tokens of 'b#1' is 0; allowed: [1, 3]"),
+    (with_counts(5, 4), "num_scheduled_tokens of 'b#1' is 5; allowed: [1, 3]"),
+    (with_counts(2**32 - 1, 4), "num_scheduled_tokens of 'b#1' is 4294967295; allowed: [1, 3]"),
+    (with_counts(3, 5), "prefill shape is 5; allowed: the declared buckets [4, 8]"),
+    (with_counts(3, 2**32 - 1), "prefill shape is 4294967295; allowed: the declared buckets [4, 8]"),
 ]
 OF_A_DECODE = [
+    (with_new_block, "block to write to is 1; allowed: one that no block table has"),
     (in_cached("handles", 7), "cached_requests.handles is 7; allowed: handles that were told and have not finished"),
     (in_cached("handles", 0, 0), "cached_requests.num_computed_tokens is 1; allowed: 2 entries"),
     (in_cached("num_computed_tokens", 2), "num_computed_tokens of 'a#0' is 2; allowed: 3, what this executor computed"),
