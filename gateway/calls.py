@@ -15,6 +15,7 @@ import structlog
 from gateway.access import ANYONE, Access, Caller
 from gateway.generation import CallContext, GenerationRun
 from gateway.generations import Generations
+from gateway.malformed import check_well_formed
 from holdback import rpc
 from holdback.errors import HoldbackError, InternalError
 from holdback.types import TraceContext
@@ -60,6 +61,7 @@ def current_caller() -> Caller:
 async def answering(context: Context) -> AsyncIterator[None]:
     """Turns exceptions into statuses; anything that is not ours becomes INTERNAL and a log line."""
     try:
+        check_well_formed()
         yield
     except HoldbackError as error:
         await rpc.abort(context, error)

@@ -20,6 +20,7 @@ from gateway.chat import ChatTemplate
 from gateway.config import GatewayConfig, PoolConfig
 from gateway.engine_client import EngineClient
 from gateway.generations import Generations
+from gateway.malformed import MalformedRequests
 from gateway.pool import Pool, Pools
 from gateway.services import GrpcServices
 from gateway.template_workers import TemplateWorkers
@@ -57,7 +58,7 @@ class GatewayServer:
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
         self._access = create_access(config.api_keys)
-        self._server = rpc.create_server([Authentication(self._access)])
+        self._server = rpc.create_server([Authentication(self._access), MalformedRequests()])
         self._generations = Generations(self.pools)
         self._services: GrpcServices
         self.templates = TemplateWorkers(config.template_timeout_s)

@@ -163,8 +163,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self.answer is None:
             return
         self.started(add.handle)
+        with_logprobs = add.spec.sampling.HasField("num_logprobs")
         for index, token_id in enumerate(self.answer):
-            self.tokens(add.handle, index, [token_id])
+            self.tokens(add.handle, index, [token_id], [TokenLogprobs(token_id, -0.5)] if with_logprobs else ())
         self.ended(add.handle, self.finish_reason)
 
     def _status(self) -> scheduler_pb2.PoolStatus:

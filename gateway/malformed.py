@@ -1,0 +1,49 @@
+"""Requests whose bytes are no message of their method: INVALID_ARGUMENT, where gRPC itself would say UNKNOWN.
+
+A deserializer cannot refuse a call, so it notes what it could not read and hands on an empty message; every service
+asks `check_well_formed` before it looks at one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from holdback.errors import InvalidArgumentError
+
+_PROBLEM: ContextVar[str] = ContextVar("problem", default="")  # of the call that is being answered
+
+
+class MalformedRequests(grpc.aio.ServerInterceptor):
+    """Lets every unary request through to its service, also one that cannot be read."""
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """The handler of a call, with a deserializer that notes what it cannot read."""
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        deserialize = handler.request_deserializer
+
+        def deserialize_or_note(data: bytes) -> Any:
+            try:
+                return deserialize(data)
+            except DecodeError as error:
+                _PROBLEM.set(str(error) or "not a message")
+                return deserialize(b"")
+
+        return handler._replace(request_deserializer=deserialize_or_note)
+
+
+def check_well_formed() -> None:
+    """Raises InvalidArgumentError when the request that is being answered could not be read."""
+    problem = _PROBLEM.get()
+    if problem:
+        raise InvalidArgumentError(
+            f"the request cannot be read: {problem}", field="", value="bytes", limit="a message of this method"
+        )
