@@ -50,7 +50,7 @@ def _change(draw: st.DrawFn, message: Message, depth: int) -> None:
             _set(draw, message, by_number[number], depth)
 
 
-def _set(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int) -> None:
+def _set(draw: st.DrawFn, message: Message, field: Any, depth: int) -> None:
     target = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         _fill_map(draw, target, field.message_type)
