@@ -50,6 +50,21 @@ def test_buckets_are_read_from_the_environment_too() -> None:
     assert config.num_seqs == 2
 
 
+def test_the_kv_memory_budget_is_read_from_the_environment_too() -> None:
+    environment = {
+        "HOLDBACK_EXECUTOR__KV_MEMORY_FRACTION": "0.8",
+        "HOLDBACK_EXECUTOR__KV_MEMORY_CAP_FRACTION": "0.5",
+        "HOLDBACK_EXECUTOR__KV_MEMORY_MIN_BYTES": "1073741824",
+    }
+    config = load("--model", "m", environment=environment)
+    assert (config.kv_memory_fraction, config.kv_memory_cap_fraction, config.kv_memory_min_bytes) == (0.8, 0.5, 2**30)
+    assert load("--model", "m").kv_memory_cap_fraction == 0.30
+
+
+def test_a_scheduler_is_not_needed_to_compile() -> None:
+    assert ExecutorConfig.load(["--model", "m", "--compile-only"], {}).scheduler is None
+
+
 def test_an_executor_has_a_name_without_being_given_one() -> None:
     assert 1 <= len(load("--model", "m").name) <= 128
     assert load("--model", "m", "--executor-id", "left").name == "left"
@@ -66,6 +81,16 @@ def test_an_executor_has_a_name_without_being_given_one() -> None:
         (["--device", "neuron", "--model", "m", "--neuron-cores", "all"], "neuron_cores is 'all'"),
         (["--device", "simulated", "--num-blocks", "9", "--kv-cache-bytes", "99"], "allowed: one of them"),
         (["--device", "simulated", "--kv-cache-bytes", "99"], "allowed on the device simulated: num_blocks"),
+        (
+            ["--model", "m", "--num-blocks", "9", "--kv-memory-fraction", "0.5"],
+            "kv_memory_fraction is 0.5; allowed: one",
+        ),
+        (["--device", "simulated", "--kv-memory-fraction", "0.5"], "kv_memory_fraction is 0.5; allowed on the device"),
+        (["--model", "m", "--kv-memory-fraction", "0"], "kv_memory_fraction is '0'"),
+        (["--model", "m", "--kv-memory-cap-fraction", "1.5"], "kv_memory_cap_fraction is '1.5'"),
+        (["--model", "m", "--kv-memory-min-bytes", "-1"], "kv_memory_min_bytes is '-1'"),
+        (["--model", "m", "--scheduler", "null"], "scheduler is required"),
+        (["--model", "m", "--compile-only", "--require-cached"], "compile_only and require_cached are both set"),
         (["--model", "m", "--dtype", "int8"], "dtype is 'int8'"),
         (["--model", "m", "--block-size", "0"], "block_size is '0'"),
         (["--model", "m", "--num-seqs-buckets", "a,b"], "num_seqs_buckets"),
