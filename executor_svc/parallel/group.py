@@ -8,12 +8,15 @@ import pathlib
 import sys
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 
 from executor_svc.parallel.sharding import choose_plan
 from executor_svc.sampler import Sampled, Sampler
 from holdback.errors import ConfigError
+
+log = structlog.get_logger(__name__)
 
 BACKENDS = {"cpu": "gloo", "neuron": "neuron"}
 """What carries the collectives of each device."""
@@ -51,11 +54,13 @@ class RankGroup:
         Raises:
             ConfigError: the model cannot be cut over so many ranks.
         """
-        plan: dict[str, Any] = choose_plan(config, self.size)
+        plan = choose_plan(config, self.size)
+        if self.rank == 0:
+            log.info("model_cut", ranks=self.size, attention=plan.attention)
         try:
             from transformers.distributed.configuration_utils import DistributedConfig
 
-            return {"distributed_config": DistributedConfig(**plan)}
+            return {"distributed_config": DistributedConfig(**plan.arguments)}
         except (ImportError, TypeError) as error:
             raise ConfigError(
                 f"tensor_parallel_size is {self.size}, which this version of transformers cannot do: {error}"

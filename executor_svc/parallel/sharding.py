@@ -1,51 +1,78 @@
 """Whether and how a model can be cut over ranks, which its own plan in transformers decides.
 
-Where the plan cuts the key projections by heads, each rank keeps its own KV heads and their memory. Where it gathers
-them again (fused projections, as of Phi-3) every rank keeps all. A model whose plan covers no layer, but whose experts
-can be shared out whole (gpt-oss), has its experts shared out and everything else on each rank.
+Where the plan cuts the key projections and ranks divide the heads, each rank keeps its own KV heads and their memory.
+Where ranks do not divide them, or the plan gathers the projections again (fused ones, as of Phi-3), attention is whole
+on every rank, which then keeps all KV heads. A model whose plan covers no layer, but whose experts can be shared out
+whole (gpt-oss), has its experts shared out and everything else on each rank.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import transformers
 
 from holdback.errors import ConfigError
 
 
-def choose_plan(config: Any, size: int) -> dict[str, int]:
-    """Arguments of transformers' `DistributedConfig`.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is cut.
+
+    Attributes:
+        arguments: of transformers' `DistributedConfig`.
+        attention: how attention is, for people.
+    """
+
+    arguments: dict[str, Any]
+    attention: str
+
+
+def choose_plan(config: Any, size: int) -> Plan:
+    """How ranks cut a model.
 
     Args:
         config: of the model, as transformers parsed it.
         size: number of ranks.
 
     Raises:
-        ConfigError: there is no plan, or it does not divide the model evenly.
+        ConfigError: there is no plan, or ranks do not divide what it shares out.
     """
     text = config.get_text_config(decoder=True)
-    plan = getattr(text, "base_model_tp_plan", None) or {}
-    if any(name.startswith("layers.") for name in plan):
-        if _cuts_heads(plan):
-            for name in ("num_attention_heads", "num_key_value_heads"):
-                _check_divides(text, name, size)
-        return {"tp_size": size}
+    rules = getattr(text, "base_model_tp_plan", None) or {}
+    if any(name.startswith("layers.") for name in rules):
+        return _plan_layers(config, text, rules, size)
     if getattr(text, "base_model_ep_plan", None):
-        _check_divides(text, "num_experts", size)
-        return {"tp_size": size, "ep_size": size}
+        if text.num_experts % size:
+            found = f"tensor_parallel_size is {size}, but the model has {text.num_experts} experts"
+            raise ConfigError(f"{found}; allowed: a number that divides it")
+        return Plan({"tp_size": size, "ep_size": size}, "whole on every rank, for the plan is one of experts")
     raise ConfigError(
         f"tensor_parallel_size is {size}, but transformers has no plan to cut a {text.model_type}; allowed: 1"
     )
 
 
-def _cuts_heads(plan: dict[str, str]) -> bool:
-    return any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
+def _plan_layers(config: Any, text: Any, rules: dict[str, str], size: int) -> Plan:
+    arguments: dict[str, Any] = {"tp_size": size}
+    key_rule = next((name for name in rules if name.endswith(".k_proj")), None)
+    if key_rule is None or rules[key_rule] != "colwise":
+        return Plan(arguments, "whole on every rank, for the plan gathers its projections")
+    uneven = _find_uneven_heads(text, size)
+    if uneven is None:
+        return Plan(arguments, "cut by heads")
+    owner = key_rule.removesuffix("k_proj")
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    arguments["tp_plan"] = {
+        f"{model_class.base_model_prefix}.{name}": "replicate" for name in rules if name.startswith(owner)
+    }
+    return Plan(arguments, f"whole on every rank, for {uneven}, which {size} does not divide")
 
 
-def _check_divides(text: Any, name: str, size: int) -> None:
-    found = getattr(text, name, None)
-    counts = found if isinstance(found, (list, tuple)) else [found]
-    for count in counts:
-        if count is not None and count % size:
-            raise ConfigError(
-                f"tensor_parallel_size is {size}, but the model has {name} {count}; allowed: a number that divides it"
-            )
+def _find_uneven_heads(text: Any, size: int) -> str | None:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        found = getattr(text, name, None)
+        for count in found if isinstance(found, (list, tuple)) else (found,):
+            if count is not None and count % size:
+                return f"{name} is {count}"
+    return None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.devices import create_device
@@ -27,7 +28,7 @@ from executor_svc.runner import NeuronModelRunner
 from holdback.errors import ConfigError, InternalError, InvalidArgumentError
 from holdback.types import RequestSpec, SamplingParams
 from tests.executor.builders import Steps, generate
-from tests.executor.tiny_models import ALL_LOGPROBS, VOCAB_SIZE, decode_step, llama_config, prefill_step, save_model
+from tests.executor.tiny_models import ALL_LOGPROBS, VOCAB_SIZE, decode_step, prefill_step, save_model
 
 pytestmark = pytest.mark.loopback
 
@@ -177,7 +178,8 @@ def test_numbers_that_are_not_finite_fail_their_row_alone(device: Any) -> None:
 
 
 def test_a_model_that_ranks_cannot_share_is_refused_by_the_command(tmp_path: pathlib.Path) -> None:
-    directory = save_model(tmp_path / "model", llama_config(num_key_value_heads=1))
+    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    directory = save_model(tmp_path / "model", transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
     command = [
         sys.executable,
         "-m",
@@ -193,8 +195,7 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_the_command(tmp_path: pat
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "holdback executor: tensor_parallel_size is 2, but the model has num_key_value_heads 1; "
-        "allowed: a number that divides it"
+        "holdback executor: tensor_parallel_size is 2, but transformers has no plan to cut a gpt2; allowed: 1"
     )
 
 

@@ -12,14 +12,15 @@ import pytest
 from executor_svc.devices.base import StepResult
 from tests.executor.model_families import save_family
 from tests.executor.rank_steps import group_of_two, run_rank, run_steps
-from tests.executor.tiny_models import build_device
+from tests.executor.tiny_models import build_device, llama_config, save_model
 
 pytestmark = pytest.mark.loopback
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FAMILIES = ("smollm2", "qwen2", "qwen3", "gemma3", "phi3", "qwen3-moe", "gpt-oss")
-# Their plans leave attention whole: every rank has all KV heads.
-WHOLE_ATTENTION = ("phi3", "gpt-oss")
+UNEVEN = "one-kv-head"
+FAMILIES = (UNEVEN, "smollm2", "qwen2", "qwen3", "gemma3", "phi3", "qwen3-moe", "gpt-oss")
+# The KV heads that every rank has whose attention is whole: by the plan, or because ranks do not divide the heads.
+WHOLE_ATTENTION = {"phi3": 2, "gpt-oss": 2, UNEVEN: 1}
 
 
 @dataclass
@@ -36,7 +37,8 @@ class Share:
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     root = tmp_path_factory.mktemp("families")
-    return {family: save_family(root / family, family) for family in FAMILIES}
+    uneven = {UNEVEN: save_model(root / UNEVEN, llama_config(num_key_value_heads=1))}
+    return uneven | {family: save_family(root / family, family) for family in FAMILIES if family != UNEVEN}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_two_ranks_give_the_tokens_and_the_logits_of_one(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_keeps_its_share_of_the_heads(family: str, shares: dict[str, Share]) -> None:
-    assert shares[family].num_kv_heads == ({2} if family in WHOLE_ATTENTION else {1})
+    assert shares[family].num_kv_heads == {WHOLE_ATTENTION.get(family, 1)}
 
 
 def test_ranks_share_the_threads_and_each_has_one(shares: dict[str, Share]) -> None:

@@ -8,42 +8,48 @@ import pytest
 import transformers
 
 from executor_svc.config import ExecutorConfig
-from executor_svc.parallel.sharding import choose_plan
+from executor_svc.parallel.sharding import Plan, choose_plan
 from holdback.errors import ConfigError
 from tests.executor.tiny_models import llama_config
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "expected"),
+    ("config", "size"),
     [
-        (llama_config(num_attention_heads=8, num_key_value_heads=4), 4, {"tp_size": 4}),
-        (transformers.Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2), 2, {"tp_size": 2}),
-        # Its projections are fused, so their results are gathered and every rank keeps all KV heads.
-        (transformers.Phi3Config(num_attention_heads=3, num_key_value_heads=3), 2, {"tp_size": 2}),
-        # Its plan covers no layer, but its experts can be shared out whole.
-        (transformers.GptOssConfig(num_local_experts=4), 2, {"tp_size": 2, "ep_size": 2}),
+        (llama_config(num_attention_heads=8, num_key_value_heads=4), 4),
+        (transformers.Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2), 2),
     ],
-    ids=lambda value: value.model_type if hasattr(value, "model_type") else None,
+    ids=["llama", "qwen3-moe"],
 )
-def test_a_model_is_cut_by_its_own_plan(config: Any, size: int, expected: dict[str, int]) -> None:
-    assert choose_plan(config, size) == expected
+def test_a_model_whose_heads_ranks_divide_is_cut_by_its_own_plan(config: Any, size: int) -> None:
+    assert choose_plan(config, size) == Plan({"tp_size": size}, "cut by heads")
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "name", "count"),
+    ("config", "size", "reason"),
     [
-        (llama_config(), 4, "num_key_value_heads", 2),
-        (llama_config(hidden_size=48, num_attention_heads=6, num_key_value_heads=6), 4, "num_attention_heads", 6),
-        (transformers.GptOssConfig(num_local_experts=4), 3, "num_experts", 4),
+        (llama_config(), 4, "num_key_value_heads is 2, which 4 does not divide"),
+        (llama_config(hidden_size=48, num_attention_heads=6), 4, "num_attention_heads is 6, which 4 does not divide"),
     ],
-    ids=["fewer KV heads than ranks", "heads", "experts"],
+    ids=["fewer KV heads than ranks", "heads"],
 )
-def test_numbers_that_ranks_do_not_divide_are_refused(config: Any, size: int, name: str, count: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        choose_plan(config, size)
-    assert str(caught.value) == (
-        f"tensor_parallel_size is {size}, but the model has {name} {count}; allowed: a number that divides it"
-    )
+def test_heads_that_ranks_do_not_divide_stay_whole_on_every_rank(config: Any, size: int, reason: str) -> None:
+    plan = choose_plan(config, size)
+    assert plan.attention == f"whole on every rank, for {reason}"
+    rules = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
+    assert plan.arguments == {"tp_size": size, "tp_plan": rules}
+
+
+def test_fused_projections_stay_whole_whatever_the_heads() -> None:
+    plan = choose_plan(transformers.Phi3Config(num_attention_heads=3, num_key_value_heads=3), 2)
+    assert plan == Plan({"tp_size": 2}, "whole on every rank, for the plan gathers its projections")
+
+
+def test_a_model_whose_plan_covers_no_layer_has_its_experts_shared_out() -> None:
+    plan = choose_plan(transformers.GptOssConfig(num_local_experts=4), 2)
+    assert plan.arguments == {"tp_size": 2, "ep_size": 2}
+    with pytest.raises(ConfigError, match="size is 3, but the model has 4 experts; allowed: a number that divides it"):
+        choose_plan(transformers.GptOssConfig(num_local_experts=4), 3)
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
