@@ -19,7 +19,7 @@ from gateway.generation import CallContext
 from gateway.generations import Generations
 from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes
 from gateway.openai.answer import Answer
-from gateway.openai.body import BodyReader
+from gateway.openai.body import BodyReader, UnreadResponse
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completion import CompletionRequest
 from gateway.openai.errors import BodyError, error_response, plain_error_response
@@ -84,12 +84,12 @@ class Api:
                 handler,
                 methods=["POST"],
                 response_model=answer,
-                responses=errors(400, 401, 404, 408, 413, 415, 429, 499, 500, 503, 504) | stream_of(chunk),
+                responses=errors(400, 401, 404, 408, 413, 415, 429, 431, 499, 500, 503, 504) | stream_of(chunk),
                 openapi_extra=request_body(request),
             )
-        listing = {"methods": ["GET"], "responses": errors(400, 401)}
+        listing = {"methods": ["GET"], "responses": errors(400, 401, 431)}
         self.router.add_api_route("/models", self._list_models, response_model=ModelList, **listing)  # type: ignore[arg-type]
-        finding = {"methods": ["GET"], "responses": errors(400, 401, 404)}
+        finding = {"methods": ["GET"], "responses": errors(400, 401, 404, 431)}
         self.router.add_api_route("/models/{name:path}", self._get_model, response_model=Model, **finding)  # type: ignore[arg-type]
 
     async def _complete(self, request: Request) -> Response:
@@ -119,6 +119,8 @@ class Api:
     async def _get_model(self, request: Request, name: str) -> Response:
         """One model by name or alias."""
         self._access.authenticate(request.headers.get("authorization"))
+        if not name:
+            raise HTTPException(404)
         check_bytes("model", name, MAX_MODEL_NAME_BYTES)
         return JSONResponse(self._model(self._generations.pools.select(name), name).model_dump())
 
@@ -136,19 +138,21 @@ def _operations(is_ready: Callable[[], bool], metrics: HttpMetrics) -> APIRouter
     """Health and metrics, for those who run the gateway."""
     router = APIRouter()
 
-    @router.get("/health/live", response_model=Health, responses=errors(400))
+    @router.get("/health/live", response_model=Health, responses=errors(400, 431))
     async def live() -> Response:
         """The process turns."""
         return JSONResponse(Health(status="ok").model_dump())
 
-    @router.get("/health/ready", response_model=Health, responses=errors(400) | {503: {"model": Health}})
+    @router.get("/health/ready", response_model=Health, responses=errors(400, 431) | {503: {"model": Health}})
     async def ready() -> Response:
         """A request sent now would be served."""
         if is_ready():
             return JSONResponse(Health(status="ok").model_dump())
         return JSONResponse(Health(status="unready").model_dump(), 503)
 
-    @router.get("/metrics", responses=errors(400) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    @router.get(
+        "/metrics", responses=errors(400, 431) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    )
     async def show_metrics() -> Response:
         """What this process has counted, as Prometheus reads it."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -165,8 +169,8 @@ def _describe_errors(app: FastAPI) -> None:
 
     async def on_body(_: Request, error: Exception) -> Response:
         assert isinstance(error, BodyError)  # noqa: S101
-        close = {"Connection": "close"} if error.status in (408, 413, 503) else None
-        return plain_error_response(error.status, error.message, error.code, close)
+        response = plain_error_response(error.status, error.message, error.code)
+        return UnreadResponse(response) if error.status in (408, 413, 503) else response
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101

@@ -7,14 +7,16 @@ deep and how wide a document is, is known before the first object of it is made.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gateway.limits import MAX_TOKEN_IDS
 from gateway.openai.errors import CLIENT_CLOSED, BodyError
@@ -30,6 +32,8 @@ MAX_JSON_CONTAINERS = 65_536
 MAX_JSON_STRINGS = 4 * MAX_JSON_CONTAINERS
 MAX_JSON_COMMAS = MAX_TOKEN_IDS + MAX_JSON_CONTAINERS
 BODY_TIMEOUT_S = 60.0
+LINGER_S = 5.0
+LINGER_BYTES = 64 * 1024 * 1024
 
 # Possessive, and a string without an end reaches to the end: so that no body makes it go back and try again.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -75,13 +79,41 @@ class BodyReader:
             if self._num_buffered_bytes > MAX_BUFFERED_BYTES:
                 raise BodyError(503, "the gateway reads too many long bodies already; try again", "bodies_full")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _buffering(self) -> Iterator[bytearray]:
         buffer = bytearray()
         try:
             yield buffer
         finally:
             self._num_buffered_bytes -= len(buffer)
+
+
+class UnreadResponse(Response):
+    """A response to a body that was not read to its end, which closes the connection.
+
+    Most clients send all of a body before they look at the response, and a connection that is closed while they do
+    takes it away from them. So the rest is read and dropped for a while.
+    """
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.body, response.status_code, {"Connection": "close"} | dict(response.headers))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await _drop(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drop(receive: Receive) -> None:
+    num_dropped = 0
+    while num_dropped < LINGER_BYTES:
+        message = await receive()
+        num_dropped += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import structlog
 from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.limits import MAX_REQUEST_ID_BYTES
@@ -20,6 +21,7 @@ from holdback.errors import InternalError
 log = structlog.get_logger(__name__)
 
 SCOPE_KEY = "holdback.observation"
+MAX_HEADER_BYTES = 16 * 1024
 MAX_LOGGED_PATH_CHARS = 200
 QUIET_ROUTES = ("/health/live", "/health/ready", "/metrics")
 """Asked for every few seconds; a line of level `debug` each."""
@@ -78,10 +80,9 @@ class Observing:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        if len(given) > MAX_REQUEST_ID_BYTES or not given.isascii() or not given.isprintable():
-            limit = f"at most {MAX_REQUEST_ID_BYTES} printable ASCII characters"
-            message = f"the header X-Request-Id has {len(given)} characters; allowed: {limit}"
-            await plain_error_response(400, message, "invalid_header")(scope, receive, send)
+        refusal = _refusal(sum(len(name) + len(value) for name, value in scope["headers"]), given)
+        if refusal is not None:
+            await refusal(scope, receive, send)
             return
         observation_of(scope).client_request_id = given
         await self._app(scope, receive, send)
@@ -121,6 +122,18 @@ class _Response:
             if request_id:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
         await self._send(message)
+
+
+def _refusal(num_header_bytes: int, request_id: str) -> Response | None:
+    """What is wrong with the headers of a request; None if they will do."""
+    if num_header_bytes > MAX_HEADER_BYTES:
+        message = f"the headers have {num_header_bytes} bytes; allowed: at most {MAX_HEADER_BYTES}"
+        return plain_error_response(431, message, "headers_too_long")
+    if len(request_id) > MAX_REQUEST_ID_BYTES or not request_id.isascii() or not request_id.isprintable():
+        limit = f"at most {MAX_REQUEST_ID_BYTES} printable ASCII characters"
+        message = f"the header X-Request-Id has {len(request_id)} characters; allowed: {limit}"
+        return plain_error_response(400, message, "invalid_header")
+    return None
 
 
 def _path(scope: Scope) -> str:

@@ -23,6 +23,7 @@ DESCRIPTIONS = {
     413: "The body is too long.",
     415: "The body is not JSON.",
     429: "Full, or the key's limit; `Retry-After` says when to try again.",
+    431: "The headers are too long.",
     499: "Somebody ended the request before it began.",
     500: "A fault of the service.",
     503: "Nothing is there to serve it now.",

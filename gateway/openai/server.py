@@ -18,9 +18,9 @@ from gateway.access import Access
 from gateway.generations import Generations
 from gateway.openai.app import create_app
 from gateway.openai.metrics import HttpMetrics
+from gateway.openai.observing import MAX_HEADER_BYTES
 from holdback.errors import ConfigError
 
-MAX_HEADER_BYTES = 16 * 1024
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 TICK_S = 1.0  # how often the date of responses is written anew

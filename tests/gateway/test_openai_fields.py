@@ -145,7 +145,14 @@ def test_text_parts_are_lines_and_a_developer_is_the_system() -> None:
 
 
 def test_a_message_of_an_answer_can_be_sent_back_as_it_came() -> None:
-    sent = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": [], "annotations": [], "audio": None}
+    sent: dict[str, Any] = {
+        "role": "assistant",
+        "content": "yes",
+        "refusal": None,
+        "tool_calls": [],
+        "annotations": [],
+        "audio": None,
+    }
     (message,) = chat(messages=[*HI, sent]).generations()
     assert message.chat.messages[1].content == "yes"
 
