@@ -107,10 +107,10 @@ def load_model(
     weights = list_weights(directory)
     attention.register()
     with quiet_transformers(show_bars=sys.stderr.isatty()):
+        text = _load_config(directory).get_text_config(decoder=True)
+        vocab_size = int(text.vocab_size)
+        check_tokenizer(directory, vocab_size)
         module = _load_module(directory, torch_dtype, attn_implementation=attention.IMPLEMENTATION, ranks=ranks)
-    text = module.config.get_text_config(decoder=True)
-    vocab_size = int(text.vocab_size)
-    check_tokenizer(directory, vocab_size)
     info = ModelInfo(
         fingerprint=fingerprint(config, weights, dtype) if ranks is None or ranks.rank == 0 else "",
         name=directory.resolve().name,
@@ -118,7 +118,7 @@ def load_model(
         eos_token_ids=read_eos_token_ids(directory, config, vocab_size),
         max_model_len=model_len,
     )
-    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    num_bytes = sum(_own_part(parameter).nbytes for parameter in module.parameters())
     seconds = round(time.perf_counter() - started, 2)
     log.info("model_loaded", model=info.name, kind=type(module).__name__, dtype=dtype, bytes=num_bytes, seconds=seconds)
     return LoadedModel(module, int(text.num_hidden_layers), info)
@@ -199,12 +199,18 @@ def _check_finite(directory: pathlib.Path, module: Any, dtype: torch.dtype) -> N
     """One pass over the weights in memory; where they are mapped it is the one that reads them from the disk."""
     seen: set[int] = set()
     for name, weight in module.state_dict(keep_vars=True).items():
-        tensor = weight.to_local() if hasattr(weight, "to_local") else weight  # this rank's share of it
+        tensor = _own_part(weight)
         if not tensor.is_floating_point() or tensor.data_ptr() in seen or tensor.numel() == 0:
             continue
         seen.add(tensor.data_ptr())
         if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
             raise refuse(directory, f"has the weight {name} with NaN or infinite numbers in {dtype}")
+
+
+def _own_part(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a weight that ranks share, which is a DTensor; any other as it is."""
+    found: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return found
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before)
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_never_holds_twice_the_files(model_directory: pathlib.Path, dtype: str) -> None:
     """At its peak, pages mapped from the files included; those are the system's to drop."""
     command = [sys.executable, "-c", PEAK, str(model_directory), dtype]
