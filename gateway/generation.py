@@ -125,13 +125,18 @@ class GenerationRun:
                     raise choice.error
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were served from cached blocks, as far as is known."""
+        first = self.choices[0].submission if self.choices else None
+        return (first.num_cached_tokens or 0) if first is not None else 0
+
+    @property
     def usage(self) -> Usage:
         """The prompt counts once, completions are summed."""
-        first = self.choices[0].submission if self.choices else None
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
             completion_tokens=sum(choice.num_outputs for choice in self.choices),
-            cached_tokens=(first.num_cached_tokens or 0) if first is not None else 0,
+            cached_tokens=self.num_cached_tokens,
         )
 
     def abort(self) -> None:

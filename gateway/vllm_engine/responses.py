@@ -38,25 +38,23 @@ class Responses:
         return responses
 
     def _chunk(self, choice: Choice, delta: Delta) -> vllm_engine_pb2.GenerateStreamChunk:
-        usage = self._run.usage
         return vllm_engine_pb2.GenerateStreamChunk(
             index=choice.index,
             token_ids=delta.token_ids,
-            prompt_tokens=usage.prompt_tokens,
+            prompt_tokens=len(self._run.prompt_token_ids),
             completion_tokens=len(delta.token_ids),
-            cached_tokens=usage.cached_tokens,
+            cached_tokens=self._run.num_cached_tokens,
             output_logprobs=_encode_logprobs(delta.logprobs),
         )
 
     def _complete(self, choice: Choice, end: ChoiceEnd) -> vllm_engine_pb2.GenerateComplete:
-        usage = self._run.usage
         return vllm_engine_pb2.GenerateComplete(
             index=choice.index,
             output_ids=self._token_ids[choice.index],
             finish_reason=end.finish_reason.value,
-            prompt_tokens=usage.prompt_tokens,
+            prompt_tokens=len(self._run.prompt_token_ids),
             completion_tokens=choice.num_outputs,
-            cached_tokens=usage.cached_tokens,
+            cached_tokens=self._run.num_cached_tokens,
             output_logprobs=_encode_logprobs(self._logprobs[choice.index]),
             matched_token_id=end.stop_token_id,
             matched_stop_str=end.stop_string,

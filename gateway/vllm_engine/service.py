@@ -7,7 +7,6 @@ profiles, and flushing the cache.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import pathlib
@@ -50,6 +49,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     def __init__(self, generations: Generations, served: ServedPool | None) -> None:
         self._generations = generations
         self._served_pool = served
+        self._version = metadata.version("holdback")
         self._started_at = time.monotonic()
         self._last_received_at = 0.0
 
@@ -125,7 +125,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
             load = await reader.read()
             return vllm_engine_pb2.GetLoadsResponse(
                 timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
-                version=await asyncio.to_thread(metadata.version, "holdback"),
+                version=self._version,
                 dp_rank_count=1,
                 loads=[_scheduler_load(load, reader.tokens_per_s)],
             )

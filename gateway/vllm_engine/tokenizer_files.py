@@ -13,9 +13,12 @@ from typing import Any
 
 from smg_grpc_proto.generated import common_pb2
 
+from gateway.tokenizer import TOKENIZER_FILE
+from holdback.errors import InternalError
+
 CHUNK_BYTES = 64 * 1024
 _NAMES = (
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "config.json",
     "generation_config.json",
@@ -42,7 +45,11 @@ class TokenizerFiles:
         self._reading: asyncio.Task[tuple[bytes, str]] | None = None
 
     async def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """A zip archive in pieces; the last one has the SHA-256 of the whole, in hexadecimal."""
+        """A zip archive in pieces; the last one has the SHA-256 of the whole, in hexadecimal.
+
+        Raises:
+            InternalError: the folder is not what it was when the gateway started.
+        """
         if self._reading is None or (self._reading.done() and self._reading.exception() is not None):
             self._reading = asyncio.create_task(asyncio.to_thread(_archive, self.directory))
         return _chunks(*await asyncio.shield(self._reading))
@@ -63,6 +70,8 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 
 def _archive(directory: pathlib.Path) -> tuple[bytes, str]:
     """The archive and its SHA-256."""
+    if not (directory / TOKENIZER_FILE).is_file():
+        raise InternalError(f"the tokenizer's folder has no {TOKENIZER_FILE} any more")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _NAMES:

@@ -1,4 +1,4 @@
-"""docs/api.md says what the code does: its bounds are those that are checked, its codes, reasons and RPCs all there are."""
+"""docs/api.md says what the code does: its bounds are those that are checked; no code, reason or RPC is missing."""
 
 from __future__ import annotations
 

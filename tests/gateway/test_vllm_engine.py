@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import json
 import pathlib
 import zipfile
 from collections.abc import AsyncIterator, Callable
@@ -343,6 +344,25 @@ async def test_an_abort_ends_its_request_and_leaves_unknown_ids_alone(stub: Any,
     await stub.Abort(pb.AbortRequest(request_ids=["smg-1"]), timeout=20)
 
 
+async def test_a_key_aborts_nothing_of_another_key(
+    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    keys = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in ("one", "two")]
+    (tmp_path / "keys.yaml").write_text(json.dumps({"keys": keys}))
+    gateway = await make_gateway(scheduler=scheduler.target, api_keys=tmp_path / "keys.yaml")
+    as_one, as_two = ([("authorization", f"Bearer {name}")] for name in ("one", "two"))
+    async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        call = stub.Generate(request(), timeout=20, metadata=as_one)
+        add = await scheduler.next_add()
+        await stub.Abort(pb.AbortRequest(request_ids=["smg-1"]), timeout=20, metadata=as_two)
+        assert scheduler.aborts.empty()
+        scheduler.tokens(add.handle, 0, [EOS])
+        assert (await call.read()).complete.finish_reason == "stop"
+        error = await failure(stub.HealthCheck(pb.HealthCheckRequest(), timeout=20))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 @pytest.mark.case("B70")
 async def test_more_ids_than_anybody_aborts_are_refused(stub: Any) -> None:
     error = await failure(stub.Abort(pb.AbortRequest(request_ids=["x"] * 1025), timeout=20))
@@ -438,6 +458,18 @@ async def test_the_tokenizer_comes_as_an_archive_with_its_digest(stub: Any, dire
     assert set(archive.namelist()) == {"tokenizer.json", "tokenizer_config.json", "vocab.json"}
     assert archive.read("tokenizer.json") == (directory / "tokenizer.json").read_bytes()
     assert (await fetch())[0] == content
+
+
+async def test_a_tokenizer_that_is_gone_is_said_to_be_and_no_empty_archive(stub: Any, directory: pathlib.Path) -> None:
+    content = (directory / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").unlink()
+    error = await failure(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=20))
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.INTERNAL,
+        "the tokenizer's folder has no tokenizer.json any more",
+    )
+    (directory / "tokenizer.json").write_bytes(content)
+    assert await read_all(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=20))
 
 
 @pytest.mark.parametrize(
