@@ -15,13 +15,13 @@ import collections
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 import structlog
 
 from gateway.load import LoadReader
+from gateway.pool_status import PoolStatus
 from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
 from holdback import codec, rpc
 from holdback.errors import (
@@ -44,23 +44,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 
 Stream = grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStatus:
-    """What the scheduler last said of its pool.
-
-    Attributes:
-        model: None until the pool knows it.
-        default_max_tokens: of a request that names none; 0 is what fits.
-        is_ready: a request sent now would be served.
-        not_ready_reason: for people.
-    """
-
-    model: ModelInfo | None = None
-    default_max_tokens: int = 0
-    is_ready: bool = False
-    not_ready_reason: str = "the scheduler has not been reached yet"
 
 
 class EngineClient:
@@ -233,10 +216,9 @@ class EngineClient:
             self._on_pool(response.pool)
 
     def _on_pool(self, pool: scheduler_pb2.PoolStatus) -> None:
-        model = codec.decode_model_info(pool.model) if pool.HasField("model") else None
-        self.status = PoolStatus(model, pool.default_max_tokens, pool.ready, pool.not_ready_reason)
-        if model is not None:
-            self._end_those_of_other_models(model)
+        self.status = PoolStatus.decode(pool)
+        if self.status.model is not None:
+            self._end_those_of_other_models(self.status.model)
         if not self._is_live:
             self._go_live()
         self._notify()
