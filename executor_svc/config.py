@@ -62,7 +62,9 @@ class ExecutorConfig(ServiceConfig):
         None, ge=0, le=2**26, description="KV blocks, the unusable block 0 included; null: from kv_cache_bytes"
     )
     kv_cache_bytes: int | None = pydantic.Field(
-        None, ge=1, description="KV memory in bytes; null: 2 GiB, or what one request of max_model_len needs if more"
+        None,
+        ge=1,
+        description="KV memory in bytes; null: from kv_memory_fraction, else 2 GiB, or what one request needs if more",
     )
     kv_memory_fraction: float | None = pydantic.Field(
         None,
@@ -110,7 +112,16 @@ class ExecutorConfig(ServiceConfig):
         None, ge=1, description="memory of a NeuronCore; null: as its runtime reports it"
     )
     num_threads: int | None = pydantic.Field(
-        None, ge=1, le=1024, description="threads of the cpu device; null: all cores"
+        None,
+        ge=1,
+        le=1024,
+        description="threads of the cpu device; null: one for each processor that this process may use, up to 16",
+    )
+    use_kernels: bool = pydantic.Field(
+        True, description="cpu in bfloat16: compute with kernels in C++ where they can be built, else with PyTorch"
+    )
+    kernels_directory: pathlib.Path | None = pydantic.Field(
+        None, description="where compiled kernels are kept; null: in compile_cache, else in the user's cache directory"
     )
     compile_cache: pathlib.Path | None = pydantic.Field(
         None, description="directory of what was compiled, shared by executors; null: in the user's cache directory"

@@ -65,6 +65,11 @@ def test_a_scheduler_is_not_needed_to_compile() -> None:
     assert ExecutorConfig.load(["--model", "m", "--compile-only"], {}).scheduler is None
 
 
+def test_every_setting_is_in_the_documentation() -> None:
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "executor.md").read_text(encoding="utf-8")
+    assert [name for name in ExecutorConfig.model_fields if f"`{name}`" not in text] == []
+
+
 def test_an_executor_has_a_name_without_being_given_one() -> None:
     assert 1 <= len(load("--model", "m").name) <= 128
     assert load("--model", "m", "--executor-id", "left").name == "left"
