@@ -10,9 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
+from holdback import rpc
 from holdback.client import AsyncClient
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 from tests.gateway.small_tokenizers import make_tokenizer, save_directory
@@ -90,6 +92,13 @@ async def http(http_gateway: GatewayServer) -> AsyncIterator[httpx.AsyncClient]:
 def http_url(server: GatewayServer) -> str:
     assert server.http is not None
     return f"http://127.0.0.1:{server.http.port}"
+
+
+@pytest.fixture
+async def stub(gateway: GatewayServer) -> AsyncIterator[Any]:
+    """A stub of the engine protocol."""
+    async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
+        yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
 
 async def wait_until_ready(server: GatewayServer) -> None:
