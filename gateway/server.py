@@ -124,7 +124,10 @@ class GatewayServer:
             return None
         from gateway.openai.server import HttpServer
 
-        server = HttpServer(self._generations, self._access, lambda: self.pools.is_ready and not self._is_draining)
+        def is_ready() -> bool:
+            return self.pools.is_ready and not self._is_draining
+
+        server = HttpServer(self._generations, self._access, is_ready, self._config.tls)
         server.bind(self._config.host, self._config.http_port)
         return server
 

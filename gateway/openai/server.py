@@ -1,8 +1,9 @@
 """The HTTP server of a gateway: uvicorn in the gateway's process and on its event loop.
 
 Signals are the gateway's own business, and so is the log. While the gateway drains, the server still answers: requests
-are refused with 503, and whoever asks for readiness is told. Not covered: a client that sends its headers slower than
-slowly holds one connection, no memory beyond 16 KiB, until it goes away.
+are refused with 503, and whoever asks for readiness is told. With `tls_cert` it speaks HTTPS, health and metrics
+included; certificates that have been renewed count from the next tick on. Not covered: a client that sends its headers
+slower than slowly holds one connection, no memory beyond 16 KiB, until it goes away.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 
+import structlog
 import uvicorn
 
 from gateway.access import Access
@@ -20,6 +23,9 @@ from gateway.openai.app import create_app
 from gateway.openai.metrics import HttpMetrics
 from gateway.openai.observing import MAX_HEADER_BYTES
 from holdback.errors import ConfigError
+from holdback.tls import NO_TLS, Tls
+
+log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -34,7 +40,11 @@ class HttpServer:
         metrics: that it shows.
     """
 
-    def __init__(self, generations: Generations, access: Access, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, generations: Generations, access: Access, is_ready: Callable[[], bool], tls: Tls = NO_TLS
+    ) -> None:
+        """Raises ConfigError for a file of `tls` that is none."""
+        tls.check()
         self.port = 0
         self.metrics = HttpMetrics()
         config = uvicorn.Config(
@@ -50,8 +60,9 @@ class HttpServer:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            ssl_context_factory=None if tls.cert is None else lambda *_: _ssl_context(tls),
         )
-        self._server = _Server(config)
+        self._server = _Server(config, tls)
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -87,8 +98,10 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, that ends when it is told and not a moment later."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: Tls) -> None:
         super().__init__(config)
+        self._tls = tls
+        self._tls_stamp = tls.stamp()
         self.accepting = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -110,3 +123,28 @@ class _Server(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._ended.wait()
+            self._renew_certificates()
+
+    def _renew_certificates(self) -> None:
+        stamp = self._tls.stamp()
+        if stamp == self._tls_stamp or self.config.ssl is None:
+            return
+        self._tls_stamp = stamp
+        try:
+            _load(self.config.ssl, self._tls)
+        except (ssl.SSLError, OSError) as error:
+            log.error("certificates_kept", why=str(error))  # half written, perhaps; they will change again
+
+
+def _ssl_context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    _load(context, tls)
+    return context
+
+
+def _load(context: ssl.SSLContext, tls: Tls) -> None:
+    assert tls.cert is not None, "a server without a certificate has no context"  # noqa: S101
+    context.load_cert_chain(tls.cert, tls.key)
+    if tls.client_ca is not None:
+        context.load_verify_locations(tls.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED

@@ -41,6 +41,7 @@ class LocalProcess:
         name: `scheduler`, `executor-0`, `gateway`.
         port: of its service, once known.
         health_port: of its health service, once known.
+        http_port: of the gateway's HTTP API, once known; None where there is none.
     """
 
     name: str
@@ -48,6 +49,7 @@ class LocalProcess:
     ports_file: pathlib.Path
     port: int = 0
     health_port: int = 0
+    http_port: int | None = None
     exited: asyncio.Task[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ class LocalProcess:
                 raise self.failure()
         ports = json.loads(self.ports_file.read_text(encoding="utf-8"))
         self.port, self.health_port = ports["port"], ports["health_port"]
+        self.http_port = ports.get("http_port")
 
     def failure(self) -> ConfigError | InternalError:
         """Why a process that should run does not; its own last lines, on standard error, say more."""
@@ -117,6 +120,12 @@ class LocalStack:
     @property
     def gateway_address(self) -> str:
         return rpc.format_address(self._host, self.gateway.port)
+
+    @property
+    def http_address(self) -> str | None:
+        """Of the gateway's HTTP API; None where there is none."""
+        port = self.gateway.http_port
+        return None if port is None else rpc.format_address(self._host, port)
 
     @property
     def scheduler_address(self) -> str:

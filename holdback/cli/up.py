@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import pathlib
+import socket
 from collections.abc import Sequence
 
 from holdback.cli.local import LocalStack, run_until_signal
 from holdback.errors import ConfigError, InternalError
 
+HTTP_PORT = 8000
 PROCESSES = ("scheduler", "executor", "gateway")
 EPILOG = """
 Any flag of a process is passed on when its name is put in front: `--executor.max-model-len 2048`,
@@ -33,6 +35,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]
         "--model", type=pathlib.Path, required=True, help="directory in Hugging Face layout (holdback model import)"
     )
     parser.add_argument("--port", default="0", help="port of the gateway; 0 takes a free one (default)")
+    parser.add_argument(
+        "--http-port", help=f"port of the OpenAI HTTP API; null for none (default: {HTTP_PORT}, or a free one)"
+    )
     parser.add_argument("--device", default="cpu", help="device of the executors: cpu (default) or simulated")
     parser.add_argument("--executors", type=int, default=1, help="number of executors (default 1)")
     parser.add_argument("--name", help="model name that clients use (default: the directory's name)")
@@ -45,9 +50,21 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]
         "executor": ["--device", own.device, "--model", str(model)],
         "gateway": ["--port", own.port, "--tokenizer", str(model), "--served-model-name", own.name or model.name],
     }
+    arguments["gateway"] += ["--http-port", own.http_port or usual_http_port()]
     for process, passed_on in split(rest).items():
         arguments[process].extend(passed_on)
     return own, arguments
+
+
+def usual_http_port() -> str:
+    """The port where clients look first; 0, for a free one, where somebody else has it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", HTTP_PORT))
+        except OSError:
+            return "0"
+    return str(HTTP_PORT)
 
 
 def split(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -71,6 +88,8 @@ def split(arguments: Sequence[str]) -> dict[str, list[str]]:
 async def serve(stack: LocalStack) -> None:
     """Prints the addresses and returns, with an error, when a process ends by itself."""
     print(f"gateway    {stack.gateway_address}  (holdback generate --address {stack.gateway_address} 'Hello!')")
+    if stack.http_address is not None:
+        print(f"http       http://{stack.http_address}/v1  (OpenAI API)")
     print(f"scheduler  {stack.scheduler_address}")
     for process in stack.processes[:2]:
         print(f"health     127.0.0.1:{process.health_port}  ({process.name}: readiness, liveness)")

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import pathlib
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+import trustme
 
 from gateway.openai import body as body_module
 from gateway.openai.shapes import ErrorAnswer
@@ -331,3 +333,46 @@ async def test_the_ports_file_names_the_http_port(
     gateway = await make_gateway(scheduler=scheduler.target, http_port=0, ports_file=path)
     ports = json.loads(path.read_text())
     assert ports == {"port": gateway.port, "health_port": gateway.health_port, "http_port": gateway.http.port}
+
+
+def issue(folder: pathlib.Path) -> tuple[trustme.CA, dict[str, pathlib.Path]]:
+    """A new authority, and its certificate for 127.0.0.1 in files that may be there already."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
+    certificate.private_key_pem.write_to_path(str(folder / "key.pem"))
+    return authority, {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
+
+
+def https_client(gateway: GatewayServer, authority: trustme.CA) -> httpx.AsyncClient:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    url = http_url(gateway).replace("http://", "https://")
+    return httpx.AsyncClient(base_url=url, verify=context, timeout=20, trust_env=False)
+
+
+async def test_with_a_certificate_it_is_https_alone_and_a_renewed_one_is_taken(
+    make_gateway: Make, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    first, files = issue(tmp_path)
+    gateway = await make_gateway(scheduler=scheduler.target, http_port=0, **files)
+    await wait_until_ready(gateway)
+    async with https_client(gateway, first) as https:
+        scheduler.answer = [EOS]
+        assert (await https.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
+    async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as plain:
+        with pytest.raises(httpx.TransportError):
+            await plain.get("/health/live")
+    second, _ = issue(tmp_path)
+    async with asyncio.timeout(20):
+        while not await is_trusted(gateway, second):
+            pass
+    assert not await is_trusted(gateway, first)
+
+
+async def is_trusted(gateway: GatewayServer, authority: trustme.CA) -> bool:
+    async with https_client(gateway, authority) as https:
+        try:
+            return (await https.get("/health/live")).status_code == 200
+        except httpx.ConnectError:
+            return False

@@ -354,6 +354,7 @@ async def test_up_prints_its_addresses_and_stops_on_a_signal(tokenizer_directory
                 lines.append(line.decode())
                 if "ready;" in lines[-1]:
                     break
+            assert re.search(r"^http +http://127\.0\.0\.1:\d+/v1 ", "".join(lines), re.MULTILINE)
             (address,) = re.findall(r"^gateway +(\S+:\d+)", "".join(lines), re.MULTILINE)
             status, text = await run("generate", "--address", address, "--max-tokens", "5", "hello")
             assert status == 0, text
