@@ -58,14 +58,18 @@ class LoadReader:
             load = await self._stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=LOAD_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
             raise self._error(failure) from failure
+        except asyncio.CancelledError:  # nobody ends this task: the channel was closed, to be renewed or for good
+            raise self._unavailable("its connection was closed") from None
         self._count(load)
         return load
 
     def _error(self, failure: grpc.aio.AioRpcError) -> HoldbackError:
         if failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            message = f"the scheduler {self._target} does not answer: {failure.details() or failure.code().name}"
-            return UnavailableError(message, reason=ErrorReason.NO_SCHEDULER)
+            return self._unavailable(failure.details() or failure.code().name)
         return rpc.error_from_rpc(failure)
+
+    def _unavailable(self, why: str) -> UnavailableError:
+        return UnavailableError(f"the scheduler {self._target} does not answer: {why}", reason=ErrorReason.NO_SCHEDULER)
 
     def _count(self, load: scheduler_pb2.GetLoadResponse) -> None:
         """A scheduler counts from 0 when it starts again; that answer gives no rate."""

@@ -201,22 +201,6 @@ async def test_the_load_of_a_scheduler_that_is_away_or_silent_is_unavailable_in_
     assert asyncio.get_running_loop().time() - started < LOAD_TIMEOUT_S + 5
 
 
-async def test_those_who_ask_for_the_load_at_once_cost_one_question(
-    gateway: GatewayServer, scheduler: ScriptedScheduler
-) -> None:
-    scheduler.may_answer_load.clear()
-    (pool,) = gateway.pools
-    asking = [asyncio.create_task(pool.engine.load.read()) for _ in range(20)]
-    await asyncio.sleep(0)
-    asking[0].cancel()
-    scheduler.may_answer_load.set()
-    scheduler.load = scheduler_pb2.GetLoadResponse(num_running=3)
-    assert {(await task).num_running for task in asking[1:]} == {3}
-    assert scheduler.num_load_questions == 1
-    scheduler.load = scheduler_pb2.GetLoadResponse(num_running=4)
-    assert (await pool.engine.load.read()).num_running == 4
-
-
 # ---- reflection ----
 
 
