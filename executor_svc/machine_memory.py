@@ -7,6 +7,7 @@ import pathlib
 import resource
 import sys
 
+from executor_svc.control_groups import find_control_groups, read_text
 from executor_svc.kv_budget import DeviceMemory
 
 _ROOT = pathlib.Path("/")
@@ -37,26 +38,13 @@ def _machine(root: pathlib.Path) -> tuple[int, int]:
 
 def _control_groups(root: pathlib.Path) -> list[tuple[int, int]]:
     """Limit and use, in bytes, of this process's group and of each group around it that has a limit."""
-    found = []
-    for line in _read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers not in ("", "memory"):
-            continue
-        base = root / "sys/fs/cgroup" / controllers
-        # Inside a container the path may be that of the machine, which is not there; the group is then the top.
-        group = base / path.strip("/")
-        while True:
-            if limit := _read_limit(group):
-                found.append((limit, _read_use(group)))
-            if group == base or base not in group.parents:
-                break
-            group = group.parent
-    return found
+    groups = find_control_groups("memory", root)
+    return [(limit, _read_use(group)) for group in groups if (limit := _read_limit(group))]
 
 
 def _read_limit(group: pathlib.Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        text = _read_text(group / name).strip()
+        text = read_text(group / name).strip()
         if text.isdecimal() and 0 < int(text) < _UNLIMITED:
             return int(text)
     return None
@@ -64,7 +52,7 @@ def _read_limit(group: pathlib.Path) -> int | None:
 
 def _read_use(group: pathlib.Path) -> int:
     for name in ("memory.current", "memory.usage_in_bytes"):
-        text = _read_text(group / name).strip()
+        text = read_text(group / name).strip()
         if text.isdecimal():
             table = _read_table(group / "memory.stat")
             return max(0, int(text) - table.get("total_inactive_file", table.get("inactive_file", 0)))
@@ -73,12 +61,5 @@ def _read_use(group: pathlib.Path) -> int:
 
 def _read_table(path: pathlib.Path) -> dict[str, int]:
     """Lines of a name and a number."""
-    words = (line.split() for line in _read_text(path).splitlines())
+    words = (line.split() for line in read_text(path).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdecimal()}
-
-
-def _read_text(path: pathlib.Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -219,6 +219,7 @@ class ExecutorProcess:
             advertise_address=self._config.advertise_address,
             device=device.kind,
             compiled=device.compiled,
+            kernels=device.kernels,
         )
 
     async def _close_device(self) -> None:

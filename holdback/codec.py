@@ -334,6 +334,7 @@ def encode_executor_info(info: ExecutorInfo) -> scheduler_pb2.ExecutorInfo:
         ],
         device=info.device,
         compiled=_encode_compile_counts(info.compiled),
+        kernels=info.kernels,
     )
 
 
@@ -367,6 +368,7 @@ def decode_executor_info(message: scheduler_pb2.ExecutorInfo) -> ExecutorInfo:
         advertise_address=message.advertise_address,
         device=message.device,
         compiled=_decode_compile_counts(message.compiled) if message.HasField("compiled") else None,
+        kernels=message.kernels,
         protocol_version=(message.protocol_version.major, message.protocol_version.minor),
     )
 

@@ -317,6 +317,7 @@ class ExecutorInfo:
         advertise_address: a literal IP to dial instead; empty for the peer address.
         device: "cpu", "neuron" or "simulated", for people.
         compiled: what its start had to compile; None for a device that compiles nothing.
+        kernels: what computes and on how many threads, for people.
     """
 
     executor_id: str
@@ -328,6 +329,7 @@ class ExecutorInfo:
     advertise_address: str = ""
     device: str = ""
     compiled: CompileCounts | None = None
+    kernels: str = ""
     protocol_version: tuple[int, int] = PROTOCOL_VERSION
 
 

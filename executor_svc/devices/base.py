@@ -118,6 +118,7 @@ class Device(abc.ABC):
         kind: "cpu", "neuron" or "simulated", for people and logs only.
         model: what it runs.
         limits: what it can hold.
+        kernels: what computes and on how many threads, in words; empty where there is nothing to say.
         compile_cache: where its graphs are kept; warm-up asks it before it builds one. None where no graph is compiled.
         compiled: what its start compiled or found compiled; that of `compile_cache` where there is one. None where
             nothing ever is.
@@ -126,6 +127,7 @@ class Device(abc.ABC):
     kind: str
     model: ModelInfo
     limits: ExecutorLimits
+    kernels: str = ""
     compile_cache: CompileCache | None = None
     compiled: CompileCounts | None = None
 

@@ -33,6 +33,7 @@ from executor_svc.kv_cache import KVCache, block_bytes
 from executor_svc.machine_memory import measure_machine_memory
 from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import LoadedModel, load_model
+from executor_svc.processors import default_num_threads
 from executor_svc.sampler import Sampler, rank_logits
 from holdback.buckets import (
     blocks_for,
@@ -69,7 +70,7 @@ class CpuSettings:
         max_num_batched_tokens: None is the largest of `num_batched_tokens_buckets`, else 512.
         num_batched_tokens_buckets: prefill shapes; None is decision K2's default.
         num_seqs_buckets: decode shapes; None is decision K2's default.
-        num_threads: of PyTorch in this process; None leaves it alone.
+        num_threads: that compute; None is `default_num_threads()`.
         use_kernels: run bfloat16 with the kernels in C++ where they can be built (`executor_svc.kernels`).
         kernels_directory: where compiled kernels are kept; None is the user's cache directory.
         require_cached: compile nothing; the kernels must be there where they can be run.
@@ -134,20 +135,21 @@ class CpuDevice(Device):
         self, model_directory: pathlib.Path, settings: CpuSettings | None = None, ranks: RankGroup | None = None
     ) -> None:
         settings = settings or CpuSettings()
-        if settings.num_threads is not None:
-            if settings.num_threads < 1:
-                raise ConfigError(f"num_threads is {settings.num_threads}; allowed: at least 1")
-            torch.set_num_threads(settings.num_threads)
+        num_threads = default_num_threads() if settings.num_threads is None else settings.num_threads
+        if num_threads < 1:
+            raise ConfigError(f"num_threads is {num_threads}; allowed: at least 1")
+        torch.set_num_threads(num_threads)
         if settings.block_size < 1:
             raise ConfigError(f"block_size is {settings.block_size}; allowed: at least 1")
         self._model = load_model(model_directory, settings.dtype, settings.max_model_len, ranks)
         self.model = self._model.info
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.module.parameters())
         layers = find_layers(self._model)
-        self._kernels, self.kernels = _load_kernels(settings, ranks)
+        self._kernels, self.kernels = _load_kernels(settings, num_threads, ranks)
         self.compiled = None if self._kernels is None else self._kernels.compiled
-        log.info("kernels", kernels=self.kernels)
         check_logits(self._model, layers, None if self._kernels is None else self._rewrite)
+        self.kernels += f"; threads: {num_threads}"
+        log.info("kernels", kernels=self.kernels)
         dtype = self._model.module.dtype
         bytes_per_block = block_bytes(layers, settings.block_size, dtype)
         num_blocks = _choose_num_blocks(settings, bytes_per_block, self.model.max_model_len, weights, ranks)
@@ -163,6 +165,10 @@ class CpuDevice(Device):
         self._sampler = make_sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, rank)
         self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
         self._worker = OrderedWorker("cpu-device")
+        # Fused layers leave little to PyTorch, and where it shares that out it waits for its threads: the cosines of 32
+        # rows took 30 ms on a busy machine. The kernels have threads of their own.
+        torch_threads = 1 if is_fused(self._model.module) else num_threads
+        self._worker.submit(partial(torch.set_num_threads, torch_threads))
         self._starts: list[Future[None]] = []
 
     def _rewrite(self, model: LoadedModel) -> NativeKernels | None:
@@ -324,11 +330,11 @@ def _copied(array: npt.NDArray[np.int32], size: int, filler: int) -> torch.Tenso
     return torch.from_numpy(padded)
 
 
-def _load_kernels(settings: CpuSettings, ranks: RankGroup | None) -> tuple[NativeKernels | None, str]:
+def _load_kernels(settings: CpuSettings, num_threads: int, ranks: RankGroup | None) -> tuple[NativeKernels | None, str]:
     if ranks is not None:
         return None, f"PyTorch, for {ranks.size} ranks share each layer"
     if settings.dtype != "bfloat16":
         return None, f"PyTorch, for the dtype is {settings.dtype}"
     if not settings.use_kernels:
         return None, "PyTorch, as the settings say"
-    return load_kernels(settings.kernels_directory, is_required=settings.require_cached)
+    return load_kernels(settings.kernels_directory, num_threads, is_required=settings.require_cached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,9 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
     read_config(config.model)
     list_weights(config.model)
     kernels_directory = _kernels_directory(config)
+    # libgomp reads it when torch loads it. Its threads would spin for milliseconds between two operations, on cores that
+    # the kernels' own threads and the other services need.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from executor_svc.devices.cpu import CpuDevice, CpuSettings
 
     settings = CpuSettings(
@@ -48,6 +52,7 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
         num_batched_tokens_buckets=config.num_batched_tokens_buckets,
         num_seqs_buckets=config.num_seqs_buckets,
         num_threads=config.num_threads if ranks is None else ranks.num_threads(config.num_threads),
+        use_kernels=config.use_kernels,
         kernels_directory=kernels_directory,
         require_cached=config.require_cached,
     )
@@ -55,7 +60,9 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
 
 
 def _kernels_directory(config: ExecutorConfig) -> pathlib.Path | None:
-    """A folder in the compile cache where one is named, and then that one must be of use. Raises ConfigError."""
+    """The one named, else a folder in the compile cache if one is named, which must be of use. Raises ConfigError."""
+    if config.kernels_directory is not None:
+        return config.kernels_directory
     if config.compile_cache is None:
         return None
     check_directory(config.compile_cache, is_read_only=config.require_cached)

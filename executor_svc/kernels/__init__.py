@@ -18,12 +18,13 @@ __all__ = ["NativeKernels", "load_kernels"]
 
 
 def load_kernels(
-    directory: pathlib.Path | None = None, *, is_required: bool = False
+    directory: pathlib.Path | None = None, num_threads: int = 1, *, is_required: bool = False
 ) -> tuple[NativeKernels | None, str]:
     """The kernels and one sentence on what runs; None with the reason where there are none.
 
     Args:
         directory: where compiled kernels are kept; None is `holdback/kernels` in the user's cache directory.
+        num_threads: that they run on.
         is_required: compile nothing; what this processor can run must be there.
 
     Raises:
@@ -36,7 +37,7 @@ def load_kernels(
     try:
         path, was_built = build(directory, is_required=is_required)
         compiled = CompileCounts(int(not was_built), int(was_built), time.perf_counter() - started_s)
-        kernels = NativeKernels(path, compiled)
+        kernels = NativeKernels(path, num_threads, compiled)
     except (BuildError, OSError) as error:
         if is_required:
             raise ConfigError(f"the kernels of the cpu device are not there, as require_cached asks: {error}") from None

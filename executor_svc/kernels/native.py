@@ -86,14 +86,16 @@ class PackedWeight:
 
 
 class NativeKernels:
-    """Runs on as many threads as torch does. Not for two callers at once.
+    """Runs on threads of its own, not torch's. One caller at a time; another one waits.
 
     Args:
         path: of the library.
+        num_threads: that compute, the caller's included.
         compiled: what it took to have it.
     """
 
-    def __init__(self, path: pathlib.Path, compiled: CompileCounts | None = None) -> None:
+    def __init__(self, path: pathlib.Path, num_threads: int = 1, compiled: CompileCounts | None = None) -> None:
+        self._num_threads = num_threads
         self.compiled = compiled
         library = ctypes.CDLL(str(path))
         for name in ("pack", "linear", "rank", "decode_attention", "prefill_attention", "layers"):
@@ -124,7 +126,7 @@ class NativeKernels:
     def _packed(self, weight: torch.Tensor, data: torch.Tensor) -> PackedWeight:
         outputs, inputs = weight.shape
         weight = weight.contiguous()
-        self._pack(weight.data_ptr(), outputs, inputs, data.data_ptr(), torch.get_num_threads())
+        self._pack(weight.data_ptr(), outputs, inputs, data.data_ptr(), self._num_threads)
         return PackedWeight(data, outputs, inputs)
 
     def linear(
@@ -144,7 +146,7 @@ class NativeKernels:
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             int(dtype is torch.float32),
-            torch.get_num_threads(),
+            self._num_threads,
         )
         return out
 
@@ -158,7 +160,7 @@ class NativeKernels:
         rows, size = logits.shape
         largest, is_finite = torch.empty(rows, dtype=torch.long), torch.empty(rows, dtype=torch.bool)
         pointers = (largest.data_ptr(), is_finite.data_ptr())
-        self._rank(logits.data_ptr(), rows, size, *pointers, torch.get_num_threads())
+        self._rank(logits.data_ptr(), rows, size, *pointers, self._num_threads)
         return largest, is_finite
 
     def decode_attention(
@@ -184,7 +186,7 @@ class NativeKernels:
             context_lens.data_ptr(),
             query.data_ptr(),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self._num_threads,
         )
         return out
 
@@ -200,7 +202,7 @@ class NativeKernels:
             block_table.data_ptr(),
             query.data_ptr(),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self._num_threads,
         )
         return out
 
@@ -214,7 +216,7 @@ class NativeKernels:
             ctypes.byref(sizes),
             ctypes.byref(step),
             hidden.data_ptr(),
-            torch.get_num_threads(),
+            self._num_threads,
         )
 
 

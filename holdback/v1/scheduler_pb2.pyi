@@ -129,6 +129,7 @@ class ExecutorInfo(_message.Message):
     LATENCIES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     COMPILED_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     executor_id: _builtins.str
     """Name for people and logs; 1 to 128 bytes."""
     lease: _builtins.str
@@ -141,6 +142,8 @@ class ExecutorInfo(_message.Message):
     """
     device: _builtins.str
     """Kind of device, for people."""
+    kernels: _builtins.str
+    """What computes and on how many threads, in words, for people; empty where there is nothing to say."""
     @_builtins.property
     def protocol_version(self) -> _types_pb2.ProtocolVersion:
         """Of the executor."""
@@ -174,10 +177,11 @@ class ExecutorInfo(_message.Message):
         latencies: _abc.Iterable[Global___GraphLatency] | None = ...,
         device: _builtins.str = ...,
         compiled: Global___CompileCounts | None = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["compiled", b"compiled", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "compiled", b"compiled", "device", b"device", "executor_id", b"executor_id", "latencies", b"latencies", "lease", b"lease", "limits", b"limits", "model", b"model", "port", b"port", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "compiled", b"compiled", "device", b"device", "executor_id", b"executor_id", "kernels", b"kernels", "latencies", b"latencies", "lease", b"lease", "limits", b"limits", "model", b"model", "port", b"port", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from executor_svc.fast_model import FusedLayers, PackedLinear
 from executor_svc.kernels import NativeKernels, load_kernels
 from executor_svc.kernels.build import BuildError, build, find_missing_features
 from executor_svc.kv_cache import KVCache, LayerShape
+from executor_svc.processors import default_num_threads
 from holdback.types import Phase
 from tests.executor.tiny_models import build_device, decode_step, llama_config, prefill_step, save_model
 
@@ -282,7 +283,7 @@ def test_without_a_compiler_pytorch_runs_and_the_reason_is_said(
     monkeypatch.setattr(kernels, "find_missing_features", list)
     device = build_device(llama, dtype="bfloat16", kernels_directory=tmp_path)
     reason = "PyTorch, for the kernels cannot be built: there is no C++ compiler 'no-such-compiler', as CXX says"
-    assert device.kernels == reason
+    assert device.kernels == f"{reason}; threads: {default_num_threads()}"
     assert run_logits(device, [11])[0] is not None
     device.close()
 
@@ -309,8 +310,8 @@ def test_kernels_are_compiled_once(tmp_path: pathlib.Path) -> None:
 
 def test_float32_and_a_setting_leave_everything_to_pytorch(llama: pathlib.Path) -> None:
     device = build_device(llama)
-    assert device.kernels == "PyTorch, for the dtype is float32"
+    assert device.kernels.startswith("PyTorch, for the dtype is float32; threads: ")
     device.close()
-    device = build_device(llama, dtype="bfloat16", use_kernels=False)
-    assert device.kernels == "PyTorch, as the settings say"
+    device = build_device(llama, dtype="bfloat16", use_kernels=False, num_threads=3)
+    assert device.kernels == "PyTorch, as the settings say; threads: 3"
     device.close()
