@@ -27,6 +27,12 @@ def refuse(directory: pathlib.Path, problem: str) -> ConfigError:
     return ConfigError(f"model directory {str(directory)!r} {problem}")
 
 
+def describe_error(error: Exception) -> str:
+    """What a library raised, in one line of at most 300 characters: its kind, and what it says if it says anything."""
+    line = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
 def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """A JSON object of a model directory. Raises ConfigError for a file that is missing, too large or no such thing."""
     try:

@@ -24,7 +24,7 @@ import transformers
 from executor_svc import attention
 from executor_svc.fingerprint import fingerprint
 from executor_svc.model_config import choose_max_model_len, read_config, read_eos_token_ids
-from executor_svc.model_directory import check_tokenizer, list_weights, refuse
+from executor_svc.model_directory import check_tokenizer, describe_error, list_weights, refuse
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
 
@@ -189,9 +189,7 @@ def _refusing_what_transformers_raises(directory: pathlib.Path) -> Iterator[None
     except Exception as error:
         if attention.IMPLEMENTATION in str(error):
             raise refuse(directory, "is a model whose attention cannot be replaced by paged attention") from error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        shown = reason if len(reason) <= 300 else f"{reason[:297]}..."
-        raise refuse(directory, f"holds nothing that transformers can load: {shown}") from error
+        raise refuse(directory, f"holds nothing that transformers can load: {describe_error(error)}") from error
 
 
 @torch.no_grad()

@@ -101,6 +101,7 @@ def differences_by_step(family: Family, logits_of_steps: list[torch.Tensor]) -> 
     return found
 
 
+@pytest.mark.case("B22")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_gives_the_logits_of_transformers(
     name: str, directories: pathlib.Path, logits_of_steps: list[torch.Tensor]

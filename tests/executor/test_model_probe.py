@@ -152,6 +152,24 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: pathlib.Path) -> None:
     assert_refused(tmp_path / "t5", "has an encoder beside its decoder; allowed: decoder-only models")
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), AssertionError(), NotImplementedError("two\nlines")])
+def test_whatever_a_model_raises_is_a_refusal_in_one_sentence(
+    error: Exception, pristine_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(pristine_model, "float32")
+    layers = model_probe.find_layers(loaded)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loaded.module.lm_head, "forward", fail)
+    message = rf"which cannot run with paged attention: {type(error).__name__}.*; it cannot be served correctly"
+    for check in (lambda: model_probe.find_layers(loaded), lambda: model_probe.check_logits(loaded, layers)):
+        with pytest.raises(ConfigError, match=message) as refused:
+            check()
+        assert "\n" not in refused.value.message
+
+
 # Rotary positions that depend on the length of a text
 
 LONG_ROPE = {
