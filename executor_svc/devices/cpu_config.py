@@ -33,8 +33,8 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
     read_config(config.model)
     list_weights(config.model)
     kernels_directory = _kernels_directory(config)
-    # libgomp reads it when torch loads it. Its threads would spin for milliseconds between two operations, on cores that
-    # the kernels' own threads and the other services need.
+    # libgomp reads it when torch loads it. Its threads would spin for milliseconds between two operations, on cores
+    # that the kernels' own threads and the other services need.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from executor_svc.devices.cpu import CpuDevice, CpuSettings
 
