@@ -33,8 +33,8 @@ _BLOCK_SIZE = 16
 _NUM_TOKENS = 40
 _FIRST_CHUNK = 24
 # Of the reference's own spread; logits of another text differ by 1.4. In float32 SmolLM2-135M and tiny models differ by
-# 1e-5 at most, wrong attention or a rotation by other angles by 1e-2 and more. Rounding alone moves SmolLM2-135M by 0.014
-# in float16 and by 0.2 in bfloat16, with its layers rewritten by 0.04.
+# 1e-5 at most, wrong attention or a rotation by other angles by 1e-2 and more. Rounding moves SmolLM2-135M by 0.014 in
+# float16 and by 0.2 in bfloat16, with its layers rewritten by 0.04.
 _TOLERANCE = {torch.float32: 5e-4, torch.float16: 0.2, torch.bfloat16: 0.6}
 
 
