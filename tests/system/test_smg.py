@@ -11,14 +11,16 @@ import os
 import pathlib
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.vllm_engine.service import SERVICE_NAME
 from holdback import AsyncClient, rpc
 from holdback.cli.local import LocalStack
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -209,12 +211,61 @@ async def test_what_we_refuse_arrives_as_a_bad_request_in_our_words(smg: openai.
         )
 
 
+def changed(arguments: Sequence[str], **values: object) -> list[str]:
+    """The same command line with other values: `max_num_seqs=1` for what follows `--max-num-seqs`."""
+    found = list(arguments)
+    for name, value in values.items():
+        found[found.index("--" + name.replace("_", "-")) + 1] = str(value)
+    return found
+
+
+async def wait_until_lost(stack: LocalStack) -> None:
+    """Returns when the gateway says that the engine protocol would not be served."""
+    async with rpc.create_channel(stack.gateway_address) as channel:
+        stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(channel)
+        replies: Any = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        async with asyncio.timeout(20):
+            async for reply in replies:
+                if reply.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    return
+
+
+@pytest.mark.case("B59")
+async def test_a_full_queue_is_a_429_and_a_pool_without_an_executor_a_503_in_our_words(
+    stack_arguments: dict[str, list[str]], tokenizer_directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    arguments = stack_arguments | {
+        "scheduler": ["--max-num-queued-reqs", "1", "--executor-loss-timeout-s", "0.5"],
+        "executor": changed(stack_arguments["executor"], max_num_seqs=1, simulated_decode_us=50_000),
+    }
+    options: Any = {"model": "small", "prompt": "x", "max_tokens": 250, "extra_body": {"ignore_eos": True}}
+    async with LocalStack(arguments) as stack:
+        await stack.wait_until_ready()
+        async with started_smg(stack.gateway_address, tokenizer_directory, tmp_path / "log") as smg:
+            running = await smg.completions.create(**options, stream=True)
+            await anext(aiter(running))
+            waiting = asyncio.create_task(smg.completions.create(**options))
+            async with asyncio.timeout(10):
+                while not (await get_load(stack)).num_waiting:
+                    pass
+            with pytest.raises(openai.RateLimitError, match="the queue is full: max_num_queued_reqs is 1"):
+                await smg.completions.create(**options)
+            await running.close()
+            waiting.cancel()
+            stack.processes[2].child.kill()
+            await wait_until_lost(stack)
+            with pytest.raises(
+                openai.InternalServerError, match="has had no executor for executor_loss_timeout_s"
+            ) as e:
+                await smg.completions.create(**options)
+    assert caught.value.status_code == 503
+
+
 @pytest.mark.model
 async def test_a_real_tokenizer_and_template_give_the_same_chat(
     model_directory: pathlib.Path, stack_arguments: dict[str, list[str]], tmp_path: pathlib.Path
 ) -> None:
-    executor = list(stack_arguments["executor"])
-    executor[executor.index("--simulated-vocab-size") + 1] = "49152"
+    executor = changed(stack_arguments["executor"], simulated_vocab_size=49152)
     gateway = ["--tokenizer", str(model_directory), "--served-model-name", "smollm2"]
     async with LocalStack({"executor": executor, "gateway": gateway}) as stack:
         await stack.wait_until_ready()
