@@ -254,9 +254,7 @@ async def test_a_full_queue_is_a_429_and_a_pool_without_an_executor_a_503_in_our
             waiting.cancel()
             stack.processes[2].child.kill()
             await wait_until_lost(stack)
-            with pytest.raises(
-                openai.InternalServerError, match="has had no executor for executor_loss_timeout_s"
-            ) as e:
+            with pytest.raises(openai.InternalServerError, match="the pool has had no executor") as caught:
                 await smg.completions.create(**options)
     assert caught.value.status_code == 503
 
