@@ -27,6 +27,7 @@ import torch
 import transformers
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
 
 from executor_svc import attention
 from executor_svc.compile_cache import describe_graph
@@ -59,7 +60,8 @@ class Recorder:
 
     def _keep(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         self.graph, self.inputs = graph, inputs
-        outputs = [node.meta["val"] for node in graph.graph.output_node().args[0]]
+        (nodes,) = graph.graph.output_node().args
+        outputs = [node.meta["val"] for node in tree_leaves(nodes)]
         return lambda *_inputs: [torch.zeros(value.shape, dtype=value.dtype) for value in outputs]
 
 
