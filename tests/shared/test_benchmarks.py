@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.small_tokenizers import make_tokenizer, save_directory
+
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 ATTEMPT_S = 60.0
 
 
-def run_quick(script: str, folder: pathlib.Path) -> dict[str, Any]:
+def run_quick(script: str, folder: pathlib.Path, *arguments: str) -> dict[str, Any]:
     """What a benchmark writes with --quick and without a peer."""
     file = folder / "result.json"
-    command = [sys.executable, str(BENCHMARKS / script), "--quick", "--json", str(file)]
+    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--quick", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ATTEMPT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -70,6 +72,18 @@ def test_many_executors_are_driven_by_one_scheduler(tmp_path: pathlib.Path):
     assert (row["executors"], row["streams"]) == (2, 16)
     assert row["steps_per_s"] > 0
     assert 0 <= row["idle_pct"] < 100
+
+
+@pytest.mark.loopback
+def test_the_gateway_is_measured_over_both_ways(tmp_path: pathlib.Path):
+    directory = save_directory(tmp_path / "tokenizer", make_tokenizer("byte_level"))
+    (directory / "config.json").write_text('{"vocab_size": 512, "eos_token_id": 2}')
+    result = run_quick("gateway.py", tmp_path, str(directory), "--parts", "added,streams")
+
+    assert [row["what"] for row in result["added"]] == ["gap - step", "scheduler to client"]
+    assert [row["over"] for row in result["streams"]] == ["gRPC", "SSE"]
+    for row in result["streams"]:
+        assert 0 < row["gap_median_ms"] <= row["gap_p99_ms"] <= row["gap_max_ms"]
 
 
 def test_each_rule_of_admission_runs_more_streams_than_the_one_before(tmp_path: pathlib.Path):
