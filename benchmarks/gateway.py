@@ -146,7 +146,7 @@ async def _delays_ms(stack: LocalStack, arrivals: Arrivals, offset_s: float) -> 
 
 
 async def measure_streams(flags: argparse.Namespace) -> list[Row]:
-    step_ms, num_streams, num_tokens = 25, 8 if flags.quick else 64, 20 if flags.quick else 400
+    step_ms, num_streams, num_tokens = 25, 8 if flags.quick else 64, 80 if flags.quick else 400
     rows: list[Row] = []
     async with started(flags, step_ms * 1000) as stack, grpc_streams(stack) as open_stream:
         for name, opened in (("gRPC", open_stream), ("SSE", http_streams(stack))):
@@ -168,7 +168,8 @@ async def measure_streams(flags: argparse.Namespace) -> list[Row]:
 
 def _gaps_once_all_run(streams: Sequence[Arrivals]) -> list[float]:
     """Gaps while all of them run: prompts that are let in one after the other hide no decode then."""
-    since, until = max(stream.times[2] for stream in streams), min(stream.times[-3] for stream in streams)
+    since = max(stream.times[min(2, len(stream.times) - 1)] for stream in streams)
+    until = min(stream.times[-min(3, len(stream.times))] for stream in streams)
     return [gap for stream in streams for gap in stream.gaps_ms(since, until)]
 
 
