@@ -247,9 +247,10 @@ async def test_log_probabilities_come_one_for_each_token(client: AsyncClient, sc
 async def test_log_probabilities_that_were_asked_for_and_do_not_come_are_an_error(
     client: AsyncClient, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.answer = ids_of("a")
+    pending = asyncio.create_task(client.generate("x", num_logprobs=0))
+    scheduler.tokens((await scheduler.next_add()).handle, 0, ids_of("a"))
     with pytest.raises(InternalError, match="log-probabilities"):
-        await client.generate("x", num_logprobs=0)
+        await pending
     assert (await scheduler.next_abort())[1] == 0
 
 
