@@ -14,7 +14,9 @@ def model(argv: list[str]) -> int:
     )
     importer.add_argument("source", metavar="SRC", help="a GGUF file, a model directory, or package:NAME")
     importer.add_argument("destination", metavar="DEST", type=pathlib.Path, help="directory to make")
-    importer.add_argument("--dtype", default="float32", help="of the weights written: float32 (default) or bfloat16")
+    importer.add_argument(
+        "--dtype", default="float32", help="of the weights written: float32 (default), bfloat16 or float16"
+    )
     arguments = parser.parse_args(argv)
 
     from executor_svc import model_import

@@ -4,7 +4,7 @@ What is imported once is read by every executor (weights, configuration) and by 
 without a conversion of its own. The directory is made aside and renamed when complete, so a destination that exists is
 a whole one, and a record of its source in it makes a second import of the same source do nothing.
 
-Quantized GGUF weights are unpacked into dense ones: the device runs float32 or bfloat16.
+Quantized GGUF weights are unpacked into dense ones: devices run float32, bfloat16 or float16.
 """
 
 from __future__ import annotations

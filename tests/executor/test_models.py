@@ -185,6 +185,13 @@ def test_tied_embeddings_are_one_tensor_whether_the_files_have_one_or_both(
     assert module.lm_head.weight.equal(weights["model.embed_tokens.weight"])
 
 
+def test_rotary_frequencies_that_old_files_hold_are_no_weights(model: pathlib.Path) -> None:
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    safetensors.torch.save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert load_model(model, "float32").info.vocab_size == VOCAB_SIZE
+
+
 def test_loading_logs_one_line_with_bytes_and_seconds_and_prints_nothing(
     pristine_model: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
