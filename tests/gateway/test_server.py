@@ -372,7 +372,7 @@ async def test_a_second_signal_ends_the_drain(
             "tokenizer is '/nonexistent'; allowed: a model directory",
         ),
         (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--port", "TAKEN"], "port is TAKEN, which cannot be bound"),
-        (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--host", "0.0.0.0"], "allowed without TLS"),  # noqa: S104
+        (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--host", "0.0.0.0"], "allowed: with tls_cert and tls_key"),  # noqa: S104
         (["--drain-timeout-s", "-1"], "drain_timeout_s is '-1'"),
         (
             ["--scheduler", "x:1", "--pools", '[{"served_model_names":["a"],"scheduler":"x:1","tokenizer":"y"}]'],
