@@ -25,14 +25,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from executor_svc.cache_directory import CacheDirectoryError, prepare_directory, user_directory, write_atomically
-from executor_svc.devices.base import GraphKey
 from holdback.errors import ConfigError
 from holdback.types import CompileCounts, ExecutorLimits, Phase
+
+if TYPE_CHECKING:
+    from executor_svc.devices.base import GraphKey
 
 log = structlog.get_logger(__name__)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from executor_svc.compile_cache import check_directory
+
 if TYPE_CHECKING:
     from executor_svc.config import ExecutorConfig
     from executor_svc.devices.base import Device
@@ -15,8 +17,11 @@ def create_device(config: ExecutorConfig) -> Device:
     """The device of a configuration, its model loaded. Only what that device needs is imported.
 
     Raises:
-        ConfigError: the model cannot be run, or K1 or K2 refuse the configuration.
+        ConfigError: the model cannot be run, K1 or K2 refuse the configuration, or a compile cache that is named cannot
+            be used.
     """
+    if config.compile_cache is not None:
+        check_directory(config.compile_cache, is_read_only=config.require_cached)
     if config.tensor_parallel_size > 1:
         from executor_svc.devices.parallel import create_parallel_device
 

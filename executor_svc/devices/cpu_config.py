@@ -6,7 +6,6 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
-from executor_svc.compile_cache import check_directory
 from executor_svc.config import ExecutorConfig, build_limits
 from executor_svc.model_config import read_config
 from executor_svc.model_directory import list_weights
@@ -60,10 +59,9 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
 
 
 def _kernels_directory(config: ExecutorConfig) -> pathlib.Path | None:
-    """The one named, else a folder in the compile cache if one is named, which must be of use. Raises ConfigError."""
+    """The one named, else a folder in the compile cache if one is named."""
     if config.kernels_directory is not None:
         return config.kernels_directory
     if config.compile_cache is None:
         return None
-    check_directory(config.compile_cache, is_read_only=config.require_cached)
     return config.compile_cache / "kernels"

@@ -73,12 +73,13 @@ async def test_a_required_library_of_kernels_that_is_missing_is_one_sentence_and
     assert last.startswith("holdback executor: the kernels of the cpu device are not there, as require_cached asks: ")
 
 
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
 async def test_a_compile_cache_that_cannot_be_used_is_refused_before_a_model_is_loaded(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+    device: str, tiny_model: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "file").write_text("")
     status, _, last = await command(
-        *("--scheduler", "127.0.0.1:1", "--model", tiny_model, "--compile-cache", tmp_path / "file")
+        *("--scheduler", "127.0.0.1:1", "--device", device, "--model", tiny_model, "--compile-cache", tmp_path / "file")
     )
     assert status == 2
     assert last == f"holdback executor: compile_cache is '{tmp_path / 'file'}', which is a file; allowed: a directory"
