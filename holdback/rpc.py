@@ -121,12 +121,16 @@ def _try_to_bind(host: str, port: int) -> None:
         probe.bind((host, port))
 
 
-def create_channel(target: str, tls: Tls = NO_TLS) -> grpc.aio.Channel:
-    """A channel to `host:port` or any gRPC target. Raises ConfigError when a file of `tls` is none."""
+def create_channel(target: str, tls: Tls = NO_TLS, *, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to `host:port` or any gRPC target. Raises ConfigError when a file of `tls` is none.
+
+    Args:
+        max_receive_bytes: a peer that sends a longer message ends its call with RESOURCE_EXHAUSTED.
+    """
     credentials = tls.channel_credentials()
+    options = [*(dict(_CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_receive_bytes}).items()]
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-    options = list(_CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=options)
     if tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return grpc.aio.secure_channel(target, credentials, options=options)

@@ -187,7 +187,7 @@ class _Registration:
 
     async def _drive(self) -> None:
         """Opens the `Execute` stream and runs the lane on it. Returns after a drain."""
-        stream = StepStream(self._target, self._config.tls)
+        stream = StepStream(self._target, self._info, self._config.tls)
         try:
             with self._as_reset():
                 await stream.open(self._info.lease, self._config.lease_timeout_s)

@@ -28,7 +28,7 @@ from typing import Protocol
 
 import structlog
 
-from holdback.errors import ErrorReason, FailedPreconditionError, InternalError, UnavailableError
+from holdback.errors import InternalError, UnavailableError
 from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, Phase, SchedulerOutput
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
@@ -39,6 +39,7 @@ from scheduler_svc.core.output import StepUpdate
 from scheduler_svc.core.request import Request
 from scheduler_svc.global_queue import LaneQueue
 from scheduler_svc.latency import LatencyTable
+from scheduler_svc.output_check import check_output
 from scheduler_svc.steps import SentStep, StepInFlight, StepTotals
 
 log = structlog.get_logger(__name__)
@@ -239,7 +240,7 @@ class Lane:
     def _apply_received(self) -> None:
         while self._received:
             output = self._received.popleft()
-            step = self._check_output(output)
+            step = check_output(output, self._in_flight, self.info)
             self._core_changes()
             update = self.core.update_from_output(step.output, output)
             self._in_flight.popleft()
@@ -253,23 +254,6 @@ class Lane:
         if step.record.phase is Phase.PREFILL:
             num_tokens = step.record.num_tokens + sum(new.num_computed_tokens for new in step.output.scheduled_new_reqs)
             self.prefill_rate.add(num_tokens, output.timings.device_us or step.record.expected_us)
-
-    def _check_output(self, output: ModelRunnerOutput) -> StepInFlight:
-        """The step that `output` answers. The core checks numbers of tokens, and rows, before it changes anything."""
-        if not self._in_flight or self._in_flight[0].record.step != output.step:
-            expected = f"{self._in_flight[0].record.step}" if self._in_flight else "none"
-            raise FailedPreconditionError(
-                f"output.step is {output.step}; allowed: {expected}, the oldest step in flight",
-                reason=ErrorReason.STEP_OUT_OF_ORDER,
-            )
-        step, token_ids = self._in_flight[0], output.sampled_token_ids
-        where, largest = f"of step {output.step}", max(token_ids, default=0)
-        if largest >= self.info.model.vocab_size:
-            limit = f"[0, {self.info.model.vocab_size})"
-            raise InternalError(f"sampled_token_ids {where} has {largest}; allowed: {limit}")
-        if token_ids and not step.output.num_scheduled_tokens:
-            raise InternalError(f"sampled_token_ids {where} has tokens; allowed: none, the step ran no request")
-        return step
 
     async def _send(self, step: StepInFlight) -> None:
         try:

@@ -7,11 +7,14 @@ the decode steps in between, so it is the least that a request has to wait.
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING
 
 from holdback.errors import DeadlineExceededError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
 from holdback.types import RequestSpec
 from scheduler_svc.config import SchedulerServiceConfig
-from scheduler_svc.lane import Lane
+
+if TYPE_CHECKING:
+    from scheduler_svc.lane import Lane
 
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import grpc
 import grpc.aio
 
 from holdback import codec, rpc
 from holdback.errors import InternalError, UnavailableError
 from holdback.tls import NO_TLS, Tls
-from holdback.types import SchedulerOutput
+from holdback.types import ExecutorInfo, SchedulerOutput
 from holdback.v1 import executor_pb2, executor_pb2_grpc
 from scheduler_svc.lane import Lane
+from scheduler_svc.output_check import check_message, max_message_bytes
 from scheduler_svc.streams import check_protocol, protocol_version
 
 
 class StepStream:
     """One `Execute` call. Every failure comes as a HoldbackError."""
 
-    def __init__(self, target: str, tls: Tls = NO_TLS) -> None:
+    def __init__(self, target: str, info: ExecutorInfo, tls: Tls = NO_TLS) -> None:
         self._target = target
-        self._channel = rpc.create_channel(target, tls)
+        self._max_message_bytes = max_message_bytes(info)
+        self._channel = rpc.create_channel(target, tls, max_receive_bytes=self._max_message_bytes)
         self._call = executor_pb2_grpc.ExecutorServiceStub(self._channel).Execute()
         self._responses = aiter(self._call)
         self._encoder = codec.StepEncoder()
@@ -61,6 +64,7 @@ class StepStream:
     def _pass_on(self, response: executor_pb2.ExecuteResponse, lane: Lane) -> None:
         kind = response.WhichOneof("response")
         if kind == "output":
+            check_message(response.output, lane.info, lane.core.sampling_rows(response.output.step))
             lane.receive(codec.decode_runner_output(response.output))
         elif kind == "draining":
             lane.drain(response.draining.reason)
@@ -81,4 +85,7 @@ class StepStream:
             # Not `read`, which returns nothing more of what has arrived once a write has failed.
             return await anext(self._responses, None)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # says gRPC itself, of what is too long to take in
+                limit = f"allowed: {self._max_message_bytes} bytes, for the rows that it has"
+                raise InternalError(f"the executor sent too long a message; {limit}") from error
             raise rpc.error_from_rpc(error) from error

@@ -11,7 +11,7 @@ with what waits (K9).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from holdback.buckets import get_bucket_for_count
@@ -251,6 +251,10 @@ class NeuronScheduler(Scheduler):
             self.state = SchedulerState.ACTIVE_PREFILL
         elif scheduler_output.phase is Phase.DECODE:
             self.state = SchedulerState.ACTIVE_DECODE
+
+    def sampling_rows(self, step: int) -> Sequence[Request]:
+        """Who samples in a step in flight, in schedule order; empty where no such step runs a request."""
+        return next((record.sampling_rows for record in self._steps if record.step == step), ())
 
     # ---- what others must be told of ----
 
