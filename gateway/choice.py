@@ -79,8 +79,12 @@ class Choice:
                 self.submission.close()
                 break
         if self.end is None and update.ended is not None:
+            end = ChoiceEnd(update.ended.finish_reason, None, update.ended.stop_token_id)
             self.error = update.ended.error
-            texts.append(self._finish(ChoiceEnd(update.ended.finish_reason, None, update.ended.stop_token_id)))
+            if self.error is None:
+                texts.append(self._finish(end))
+            else:
+                self.end = end  # what is withheld would come twice to a client that resumes
         return Delta("".join(texts), update.token_ids[:num_taken], update.logprobs[:num_taken])
 
     def _add(self, token_id: int) -> str:

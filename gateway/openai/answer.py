@@ -27,6 +27,7 @@ from gateway.limits import check_generation
 from gateway.openai.errors import error_object, error_response
 from gateway.openai.events import DONE, Events, error_event, merged
 from gateway.openai.fields import GenerationRequest
+from gateway.openai.logprobs import TextOffsets
 from gateway.openai.metrics import HttpMetrics
 from gateway.openai.observing import observation_of
 from gateway.openai.shapes import Error, ResumableChoice, Resume, Usage
@@ -99,7 +100,7 @@ class Answer(Response):
         """Starts the generations of all prompts, or raises before it has started any with a wrong field."""
         self._messages = self._request.generations()
         named = list(zip(self._request.input_names, self._messages, strict=True))
-        for name, message in named:
+        for name, message in named if len(named) > 1 else ():
             with self._client_errors(name):
                 check_generation(message)
         for number, (name, message) in enumerate(named):
@@ -110,15 +111,14 @@ class Answer(Response):
             self._add_choices(number, run, message)
 
     def _add_choices(self, number: int, run: GenerationRun, message: inference_pb2.Generation) -> None:
-        before = (*run.prompt_token_ids, *message.output_token_ids)
         table = run.pool.tokenizer.table
         for choice in run.choices:
-            self._choices[number, choice.index] = ChoiceState(
-                index=len(self._choices),
-                table=table,
-                detokenizer=Detokenizer(table, before, keep_special_tokens=message.keep_special_tokens),
-                logprobs=None if self._request.num_logprobs is None else [],
-            )
+            state = self._choices[number, choice.index] = ChoiceState(len(self._choices), table)
+            if self._request.num_logprobs is not None:
+                before = (*run.prompt_token_ids, *message.output_token_ids)
+                keep = message.keep_special_tokens
+                state.logprobs = []
+                state.offsets = TextOffsets(Detokenizer(table, before, keep_special_tokens=keep))
 
     @contextlib.contextmanager
     def _client_errors(self, input_name: str) -> Iterator[None]:
@@ -194,8 +194,8 @@ class Answer(Response):
         return written
 
     async def _echoed_prompts(self) -> list[str]:
-        """What each prompt puts in front of its choices: nothing without `echo`."""
-        if not any(message.echo for message in self._messages):
+        """What each prompt puts in front of its choices: nothing without `echo`, or where it has come already."""
+        if not any(message.echo and not message.output_token_ids for message in self._messages):
             return [""] * len(self._messages)
         return [await prompt_text(run, message) for run, message in zip(self._runs, self._messages, strict=True)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from gateway.choice import ChoiceEnd
-from gateway.detokenizer import Detokenizer, TokenTable
+from gateway.detokenizer import TokenTable
 from gateway.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.openai.shapes import (
     AssistantMessage,
@@ -36,22 +36,18 @@ class ChoiceState:
     Attributes:
         index: in the answer.
         table: of the pool's vocabulary.
-        detokenizer: primed with everything before the first token; for the offsets of log-probabilities.
         texts: pieces so far, of an answer that is not streamed.
         logprobs: entries so far, of such an answer; None where none were asked for.
+        offsets: of the tokens; None where no log-probabilities were asked for.
         end: once it has ended.
     """
 
     index: int
     table: TokenTable
-    detokenizer: Detokenizer
-    logprobs: list[TokenLogprobs] | None
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    offsets: TextOffsets | None = None
     end: ChoiceEnd | None = None
-    offsets: TextOffsets = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.offsets = TextOffsets(self.detokenizer)
 
 
 class Style(Protocol):
@@ -108,7 +104,7 @@ class CompletionStyle:
         )
 
     def _logprobs(self, choice: ChoiceState, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
-        if choice.logprobs is None:
+        if choice.offsets is None:
             return None
         return completion_logprobs(entries, choice.table, choice.offsets)
 

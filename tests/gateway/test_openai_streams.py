@@ -193,7 +193,7 @@ async def test_a_gateway_that_drains_lets_streams_end_and_refuses_what_is_new(
 async def test_what_still_runs_when_the_gateway_stops_is_told_how_to_go_on_elsewhere(
     http_gateway: GatewayServer, http: httpx.AsyncClient, scheduler: ScriptedScheduler, make_gateway: Callable[..., Any]
 ) -> None:
-    body = {"prompt": "x", "n": 2, "seed": 7, "max_tokens": 10}
+    body = {"prompt": "x", "n": 2, "seed": 7, "max_tokens": 10, "echo": True}
     asking = asyncio.create_task(
         http.send(http.build_request("POST", "/v1/completions", json=body | {"stream": True}), stream=True)
     )
@@ -202,8 +202,8 @@ async def test_what_still_runs_when_the_gateway_stops_is_told_how_to_go_on_elsew
     scheduler.tokens(adds[1].handle, 0, ids_of("c"))
     response = await asking
     events = events_of(response)
-    texts = [json.loads(await anext(events))["choices"][0]["text"] for _ in range(2)]
-    assert sorted(texts) == ["ab", "c"]
+    texts = [json.loads(await anext(events))["choices"][0]["text"] for _ in range(4)]
+    assert sorted(texts) == ["ab", "c", "x", "x"]
     await http_gateway.stop()
     (last,) = [json.loads(event) async for event in events]
     error = ErrorAnswer.model_validate(last).error
@@ -225,6 +225,28 @@ async def test_what_still_runs_when_the_gateway_stops_is_told_how_to_go_on_elsew
         scheduler.ended(add.handle)
         answer = (await asked).json()
     assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("d", 4)
+
+
+async def test_what_was_withheld_when_a_stream_broke_comes_once_after_it_was_resumed(
+    http: httpx.AsyncClient, scheduler: ScriptedScheduler
+) -> None:
+    body = {"prompt": "x", "seed": 7, "stop": "bcd", "stream": True}
+    asked = asyncio.create_task(http.post("/v1/completions", json=body))
+    add = await scheduler.next_add()
+    scheduler.tokens(add.handle, 0, ids_of("ab"))
+    scheduler.ended(add.handle, FinishReason.ERROR, error=UnavailableError("no executor"))
+    first, last = [json.loads(event) async for event in events_of(await asked)]
+    assert first["choices"][0]["text"] == "a"
+    (choice,) = last["error"]["resume"]["choices"]
+    assert choice == {"index": 0, "seed": 7, "output_token_ids": ids_of("ab")}
+    asked = asyncio.create_task(
+        http.post("/v1/completions", json=body | {"output_token_ids": choice["output_token_ids"]})
+    )
+    add = await scheduler.next_add()
+    scheduler.tokens(add.handle, 2, [*ids_of("x"), EOS])
+    scheduler.ended(add.handle)
+    events = [event async for event in events_of(await asked)]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "bx"
 
 
 async def test_running_streams_are_counted_while_they_run(
