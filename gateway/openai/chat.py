@@ -71,7 +71,7 @@ def _part(name: str, value: Any) -> str:
     return text
 
 
-_TEXT = {"type": "string", "maxLength": MAX_PROMPT_BYTES // 4}
+_TEXT = {"type": "string", "maxLength": MAX_PROMPT_BYTES}
 _PART = {
     "type": "object",
     "required": ["type", "text"],

@@ -51,7 +51,7 @@ def _token_ids(name: str, value: Sequence[Any]) -> list[int]:
     raise wrong(f"{name}[{index}]", value[index], "token ids, each a whole number of at least 0")
 
 
-_TEXT = {"type": "string", "maxLength": MAX_PROMPT_BYTES // 4}
+_TEXT = {"type": "string", "maxLength": MAX_PROMPT_BYTES}
 _TOKEN_IDS = {
     "type": "array",
     "minItems": 1,

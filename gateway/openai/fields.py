@@ -93,10 +93,10 @@ def _sized_text(name: str, limit: int) -> Any:
             raise wrong(name, value, f"a string of at most {limit} bytes")
         return value
 
-    return Annotated[str, PlainValidator(check), WithJsonSchema({"type": "string", "maxLength": limit // 4})]
+    return Annotated[str, PlainValidator(check), WithJsonSchema({"type": "string", "maxLength": limit})]
 
 
-_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_BYTES // 4}
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_BYTES}
 Stop = Annotated[
     tuple[str, ...],
     PlainValidator(_stop),

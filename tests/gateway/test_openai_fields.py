@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gateway.limits import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKEN_ID_LIST
+from gateway.limits import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKEN_ID_LIST, check_generation
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completion import MAX_CHOICES, CompletionRequest
 from gateway.openai.errors import KINDS, error_object
+from gateway.openai.fields import GenerationRequest
 from holdback.errors import (
     ErrorReason,
     HoldbackError,
@@ -337,3 +340,45 @@ def test_errors_of_the_shared_checks_name_the_field_as_the_client_has_it(field: 
     request = chat(logit_bias={"3": 1, "512": 1}, max_completion_tokens=4)
     error = request.client_error(InvalidArgumentError.of(field, 5, "less"), "messages")
     assert (error.field, error.message) == (param, f"{param} is 5; allowed: less")
+
+
+NUMBERS = st.one_of(
+    st.integers(-3, 300),
+    st.integers(),
+    st.sampled_from([2**31, 2**32, 2**63, -(2**63), 2**64]),
+    st.floats(allow_nan=False),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text("019-x", max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_sent_is_a_request_or_a_refusal_by_name(kind: type[GenerationRequest], data: st.DataObject) -> None:
+    names = st.sampled_from([*kind.model_fields, *kind.unsupported, "unknown"])
+    required: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": HI}
+    error = refusal(kind, required | data.draw(st.dictionaries(names, VALUES, max_size=4)))
+    if error is not None:
+        assert error.field.split(".")[0].split("[")[0] in (*kind.model_fields, *kind.unsupported, "unknown")
+        assert error.message.startswith(error.field)
+        assert len(error.message) < 400
+
+
+def refusal(kind: type[GenerationRequest], body: dict[str, Any]) -> InvalidArgumentError | None:
+    """What is wrong with a request as far as it can be told without a model."""
+    try:
+        request = kind.read(body)
+    except InvalidArgumentError as error:
+        return error
+    for name, message in zip(request.input_names, request.generations(), strict=True):
+        try:
+            check_generation(message)
+        except InvalidArgumentError as error:
+            return request.client_error(error, name)
+    return None
