@@ -27,6 +27,9 @@ _LARGEST = {
     "max_position_embeddings": 1 << 30,
     "n_positions": 1 << 30,
 }
+UNPACKED_AT_LOAD = "mxfp4"
+"""As gpt-oss is published: 4 bits with a scale for each 32 weights."""
+
 _LIMIT_KEYS = ("max_position_embeddings", "n_positions")
 
 
@@ -53,12 +56,19 @@ def _check_kind(directory: pathlib.Path, config: dict[str, Any]) -> None:
             raise refuse(directory, f"has a config.json without {key}, so no model can be made of it")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise refuse(directory, f"has a config.json whose {key} is {config[key]!r}; allowed: names of models")
-    if config.get("quantization_config"):
-        raise refuse(directory, f"has quantized weights ({_quantization(config)}); allowed: float weights")
+    if config.get("quantization_config") and not is_unpacked_at_load(config):
+        allowed = f"float weights, or quant_method {UNPACKED_AT_LOAD!r}, which is unpacked"
+        raise refuse(directory, f"has quantized weights ({_quantization(config)}); allowed: {allowed}")
     if config.get("is_encoder_decoder"):
         raise refuse(directory, "has an encoder beside its decoder; allowed: decoder-only models")
     if config.get("transformers_weights"):
         raise refuse(directory, "names its weights by transformers_weights; allowed: model.safetensors or its index")
+
+
+def is_unpacked_at_load(config: dict[str, Any]) -> bool:
+    """Whether weights are quantized in a form that transformers turns into floats as it reads them."""
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == UNPACKED_AT_LOAD
 
 
 def _quantization(config: dict[str, Any]) -> str:

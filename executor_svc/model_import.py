@@ -27,7 +27,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers import pre_tokenizers as pre
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from executor_svc.model_config import read_config
 from executor_svc.models import DTYPES, load_plain, parse_dtype, quiet_transformers

@@ -23,7 +23,7 @@ import transformers
 
 from executor_svc import attention
 from executor_svc.fingerprint import fingerprint
-from executor_svc.model_config import choose_max_model_len, read_config, read_eos_token_ids
+from executor_svc.model_config import choose_max_model_len, is_unpacked_at_load, read_config, read_eos_token_ids
 from executor_svc.model_directory import check_tokenizer, describe_error, list_weights, refuse
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
@@ -134,11 +134,13 @@ def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:
 def _load_module(
     directory: pathlib.Path, dtype: torch.dtype, *, attn_implementation: str, ranks: RankGroup | None = None
 ) -> Any:
+    library: Any = transformers
     config = _load_config(directory)
-    shared_loading = {} if ranks is None else ranks.loading_arguments(config)
-    auto_class: Any = transformers.AutoModelForCausalLM
+    arguments = {} if ranks is None else ranks.loading_arguments(config)
+    if is_unpacked_at_load(read_config(directory)):
+        arguments["quantization_config"] = library.Mxfp4Config(dequantize=True)
     with _refusing_what_transformers_raises(directory):
-        module, report = auto_class.from_pretrained(
+        module, report = library.AutoModelForCausalLM.from_pretrained(
             str(directory),
             config=config,
             dtype=dtype,
@@ -147,7 +149,7 @@ def _load_module(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            **shared_loading,
+            **arguments,
         )
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[problem]:

@@ -6,10 +6,12 @@ enough for the logits to depend on every token that is seen.
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 
@@ -100,3 +102,26 @@ def save_family(directory: pathlib.Path, family: str, **changes: Any) -> pathlib
             weight.data += 0.3 * torch.randn(weight.shape)
     model.save_pretrained(directory)
     return directory
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The 16 numbers of 4 bits: sign, two bits of exponent, one of fraction."""
+
+
+def save_packed(directory: pathlib.Path) -> dict[str, torch.Tensor]:
+    """Writes gpt-oss with its experts as it is published, in MXFP4, and returns the numbers that they stand for."""
+    save_family(directory, "gpt-oss", intermediate_size=32)
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    generator, unpacked = torch.Generator().manual_seed(0), {}
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        pairs = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], dim=-1)  # the low half comes first
+        numbers = pairs.flatten(3) * torch.exp2(exponents.float() - 127)[..., None]
+        unpacked[name] = numbers.flatten(2).transpose(1, 2)
+    safetensors.torch.save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return unpacked

@@ -99,8 +99,8 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path: pathlib.Path) -> None:
         ({"model_type": "clip"}, "model_type 'clip', of which transformers has no model that generates text"),
         ({"model_type": "nothing"}, "is of model_type 'nothing', which transformers does not know$"),
         (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "quantized weights .*quant_method 'mxfp4'.; allowed: float",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantized weights .*quant_method 'awq'.; allowed: float",
         ),
         ({"is_encoder_decoder": True}, "has an encoder beside its decoder; allowed: decoder-only models"),
         (

@@ -18,8 +18,10 @@ import transformers
 from executor_svc.fingerprint import fingerprint
 from executor_svc.model_config import read_config
 from executor_svc.model_directory import list_weights
+from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import load_model
 from holdback.errors import ConfigError
+from tests.executor.model_families import save_packed
 from tests.executor.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, llama_config, save_model
 
 
@@ -185,6 +187,18 @@ def test_tied_embeddings_are_one_tensor_whether_the_files_have_one_or_both(
     assert module.lm_head.weight.equal(weights["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_in_4_bits_are_unpacked_exactly(tmp_path: pathlib.Path, dtype: str) -> None:
+    expected = save_packed(tmp_path / "packed")
+    loaded = load_model(tmp_path / "packed", dtype)
+    weights = loaded.module.state_dict()
+    assert len(expected) == 6
+    for name, numbers in expected.items():
+        assert weights[name].dtype is getattr(torch, dtype)
+        assert weights[name].float().equal(numbers), "a number of 4 bits and a power of two is exact in 16 bits"
+    check_logits(loaded, find_layers(loaded))
+
+
 def test_rotary_frequencies_that_old_files_hold_are_no_weights(model: pathlib.Path) -> None:
     weights = safetensors.torch.load_file(model / "model.safetensors")
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -215,6 +229,7 @@ def test_a_terminal_sees_how_far_loading_is(
 
 PEAK = """
 import pathlib, resource, sys
+from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import load_model
 
 unit = 1 if sys.platform == "darwin" else 1024
