@@ -21,7 +21,7 @@ import grpc.aio
 import structlog
 
 from holdback import codec, rpc
-from holdback.buckets import blocks_for, check_limits
+from holdback.buckets import check_limits
 from holdback.errors import (
     ErrorReason,
     FailedPreconditionError,
@@ -38,6 +38,7 @@ from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.lane import Lane, scheduler_config
 from scheduler_svc.latency import LatencyTable
 from scheduler_svc.pool import Pool
+from scheduler_svc.registration_check import check_info, check_lengths
 from scheduler_svc.step_stream import StepStream
 from scheduler_svc.streams import check_protocol, protocol_version, race, read, write
 
@@ -46,13 +47,7 @@ log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[scheduler_pb2.RegisterRequest, scheduler_pb2.RegisterResponse]
 
 MAX_REMEMBERED_LEASES = 100_000
-MAX_NUM_BLOCKS = 2**22
-MAX_NUM_SEQS = 2**16
-MAX_NUM_LATENCIES = 2**16
-"""Bounds on what one registration can make the scheduler allocate."""
-
-SPARE_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Of a message limit, for what a step says beside token and block ids: sampling parameters, and rows of a decode."""
+MAX_REASON_CHARS = 200  # why it drains, in the log
 
 
 class ExecutorRegistry:
@@ -91,6 +86,7 @@ class ExecutorRegistry:
         if request is None or request.WhichOneof("request") != "executor":
             raise InvalidArgumentError.of("request", "another message or none", "`executor` first")
         check_protocol("executor", request.executor.protocol_version)
+        check_lengths(request.executor)
         return codec.decode_executor_info(request.executor)
 
     def _check(self, info: ExecutorInfo, peer: str) -> str:
@@ -172,8 +168,11 @@ class _Registration:
     async def _read_messages(self) -> None:
         """Raises when the executor closes its registration or is silent."""
         while (request := await read(self._context, self._config.lease_timeout_s)) is not None:
-            if request.HasField("draining"):
-                self._drain(request.draining.reason)
+            kind = request.WhichOneof("request")
+            if kind == "draining":
+                self._drain(request.draining.reason[:MAX_REASON_CHARS])
+            elif kind == "executor":
+                raise InvalidArgumentError.of("request", kind, "`executor` first and only first")
         raise UnavailableError("the executor closed its registration")
 
     def _drain(self, reason: str) -> None:
@@ -219,49 +218,6 @@ class _Registration:
         except Exception as error:
             self._log.exception("lane_failed")
             raise InternalError(f"the lane was reset: {error!r}") from error
-
-
-def check_info(info: ExecutorInfo) -> None:
-    """The bounds of `ExecutorInfo` that no other check covers. Raises InvalidArgumentError."""
-    sizes = {
-        "executor_id": (
-            f"{len(info.executor_id.encode())} bytes",
-            1 <= len(info.executor_id.encode()) <= 128,
-            "1 to 128",
-        ),
-        "lease": (f"{len(info.lease.encode())} bytes", 16 <= len(info.lease.encode()) <= 64, "16 to 64"),
-        "port": (info.port, 1 <= info.port <= 65535, "[1, 65535]"),
-        "model.vocab_size": (info.model.vocab_size, info.model.vocab_size >= 1, ">= 1"),
-        "limits.num_blocks": (info.limits.num_blocks, info.limits.num_blocks <= MAX_NUM_BLOCKS, f"<= {MAX_NUM_BLOCKS}"),
-        "limits.max_num_seqs": (
-            info.limits.max_num_seqs,
-            info.limits.max_num_seqs <= MAX_NUM_SEQS,
-            f"<= {MAX_NUM_SEQS}",
-        ),
-        "latencies": (len(info.latencies), len(info.latencies) <= MAX_NUM_LATENCIES, f"<= {MAX_NUM_LATENCIES} entries"),
-    }
-    for field, (value, is_allowed, limit) in sizes.items():
-        if not is_allowed:
-            raise InvalidArgumentError.of(field, value, limit)
-    _check_message_size(info)
-
-
-def _check_message_size(info: ExecutorInfo) -> None:
-    """The largest step that the executor's sizes allow must fit a message: a prompt with its whole block table."""
-    limits, length = info.limits, info.model.max_model_len
-    token_bytes = length * _varint_bytes(info.model.vocab_size - 1)
-    table_bytes = blocks_for(length, max(1, limits.block_size)) * _varint_bytes(limits.num_blocks - 1)
-    if token_bytes + table_bytes + SPARE_MESSAGE_BYTES > rpc.MAX_MESSAGE_BYTES:
-        raise InvalidArgumentError.of(
-            "model.max_model_len",
-            f"{length}, with {token_bytes + table_bytes} bytes of token and block ids in a step",
-            f"at most {rpc.MAX_MESSAGE_BYTES - SPARE_MESSAGE_BYTES} bytes",
-        )
-
-
-def _varint_bytes(largest: int) -> int:
-    """Bytes of a number up to `largest` in a packed field."""
-    return max(1, -(-max(0, largest).bit_length() // 7))
 
 
 def dial_target(info: ExecutorInfo, peer: str, allowed: Sequence[Network]) -> str:

@@ -141,9 +141,11 @@ class ExecutorInfo(_message.Message):
     scheduler's `executor_allowed_cidrs`.
     """
     device: _builtins.str
-    """Kind of device, for people."""
+    """Kind of device, for people; at most 64 bytes."""
     kernels: _builtins.str
-    """What computes and on how many threads, in words, for people; empty where there is nothing to say."""
+    """What computes and on how many threads, in words, for people; empty where there is nothing to say. At most
+    4096 bytes.
+    """
     @_builtins.property
     def protocol_version(self) -> _types_pb2.ProtocolVersion:
         """Of the executor."""
@@ -158,7 +160,7 @@ class ExecutorInfo(_message.Message):
 
     @_builtins.property
     def latencies(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphLatency]:
-        """Measured time of every compiled graph."""
+        """Measured time of every compiled graph; at most 4096."""
 
     @_builtins.property
     def compiled(self) -> Global___CompileCounts:
@@ -197,11 +199,11 @@ class CompileCounts(_message.Message):
     NUM_MISSES_FIELD_NUMBER: _builtins.int
     BUILD_MS_FIELD_NUMBER: _builtins.int
     num_hits: _builtins.int
-    """Found in its compile cache."""
+    """Found in its compile cache, in [0, 1000000]."""
     num_misses: _builtins.int
-    """Not found, and so compiled."""
+    """Not found, and so compiled, in [0, 1000000]."""
     build_ms: _builtins.int
-    """What building all of them took, milliseconds; loading those that were found included."""
+    """What building all of them took, milliseconds, in [0, 31536000000]; loading those that were found included."""
     def __init__(
         self,
         *,
@@ -243,15 +245,17 @@ class ExecutorLimits(_message.Message):
     """Steps that may be sent ahead, in [1, 2]; 1 for a device that cannot promise strict order."""
     @_builtins.property
     def num_batched_tokens_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prefill shapes in tokens, ascending; the last is min(max_num_batched_tokens, max_model_len)."""
+        """Prefill shapes in tokens, ascending, at most 1024; the last is min(max_num_batched_tokens, max_model_len)."""
 
     @_builtins.property
     def num_seqs_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Decode shapes in rows, ascending; the last is max_num_seqs."""
+        """Decode shapes in rows, ascending, at most 1024; the last is max_num_seqs."""
 
     @_builtins.property
     def decode_context_length_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Context shapes in tokens, ascending; the last is max_model_len. Empty when the kernel takes the context as data."""
+        """Context shapes in tokens, ascending, at most 1024; the last is max_model_len. Empty when the kernel takes the
+        context as data.
+        """
 
     def __init__(
         self,
@@ -290,7 +294,7 @@ class GraphLatency(_message.Message):
     context: _builtins.int
     """Context bucket in tokens; 0 for a prefill without context."""
     latency_us: _builtins.int
-    """Device time in microseconds, >= 1; 0 is refused."""
+    """Device time in microseconds, in [1, 600000000]."""
     def __init__(
         self,
         *,

@@ -426,16 +426,16 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Identifies weights and configuration; equal for equal models."""
+    """Identifies weights and configuration; equal for equal models. 1 to 256 bytes."""
     name: _builtins.str
-    """Name for people."""
+    """Name for people; at most 256 bytes."""
     vocab_size: _builtins.int
-    """Token ids are in [0, vocab_size); >= 1."""
+    """Token ids are in [0, vocab_size); in [1, 2147483648]."""
     max_model_len: _builtins.int
     """Most tokens of prompt and output together, >= 2."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end a request unless it ignores EOS."""
+        """Tokens that end a request unless it ignores EOS; at most 256, each in [0, vocab_size)."""
 
     def __init__(
         self,

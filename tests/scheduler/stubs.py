@@ -123,6 +123,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             scheduler_pb2.RegisterRequest(draining=scheduler_pb2.ExecutorDraining(reason="scale-down"))
         )
 
+    async def register_again(self) -> None:
+        """Says on the same stream who it is, as if it had not."""
+        await self._register.write(scheduler_pb2.RegisterRequest(executor=scheduler_pb2.ExecutorInfo()))
+
     async def registration_ended(self) -> HoldbackError | None:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(self.ended)

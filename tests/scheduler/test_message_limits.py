@@ -22,9 +22,9 @@ from holdback.types import (
     TokenLogprobs,
 )
 from holdback.v1 import executor_pb2
-from scheduler_svc import executors, limits, outbox
-from scheduler_svc.executors import check_info
+from scheduler_svc import limits, outbox, registration_check
 from scheduler_svc.limits import check_sizes
+from scheduler_svc.registration_check import check_info
 from scheduler_svc.server import SchedulerServer
 from tests.scheduler.parts import answer_of, build_info, build_spec
 from tests.scheduler.stubs import StubExecutor, StubGateway
@@ -58,7 +58,7 @@ def test_the_longest_prompt_that_is_accepted_fits_with_its_block_table(
 ) -> None:
     # The same at a sixty-fourth of the size.
     monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", 2**20)
-    monkeypatch.setattr(executors, "SPARE_MESSAGE_BYTES", 2**10)
+    monkeypatch.setattr(registration_check, "SPARE_MESSAGE_BYTES", 2**10)
     accepted, refused = 2, 2**24
     while refused - accepted > 1:
         middle = (accepted + refused) // 2
@@ -94,7 +94,10 @@ def test_what_a_step_says_beside_that_fits_into_what_is_spared() -> None:
         phase=Phase.PREFILL,
     )
     bytes_of_row = 5 + 5 + 5 + 5 + 5  # handle, count, row and id of a new block, finished handle
-    assert message_of(output).ByteSize() + executors.MAX_NUM_SEQS * bytes_of_row < executors.SPARE_MESSAGE_BYTES
+    assert (
+        message_of(output).ByteSize() + registration_check.MAX_NUM_SEQS * bytes_of_row
+        < registration_check.SPARE_MESSAGE_BYTES
+    )
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
@@ -118,7 +121,7 @@ def test_a_result_with_the_most_rows_and_log_probabilities_fits() -> None:
     rows = 64
     output = ModelRunnerOutput(2**40, [LARGEST_TOKEN] * rows, [largest_logprobs(limits.MAX_NUM_LOGPROBS)] * rows)
     size = executor_pb2.ExecuteResponse(output=codec.encode_runner_output(output)).ByteSize()
-    assert size * executors.MAX_NUM_SEQS // rows < rpc.MAX_MESSAGE_BYTES
+    assert size * registration_check.MAX_NUM_SEQS // rows < rpc.MAX_MESSAGE_BYTES
 
 
 def test_the_tables_of_the_case_fit() -> None:

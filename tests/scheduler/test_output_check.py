@@ -1,4 +1,4 @@
-"""Results that do not fit what was asked: refused before they cost anything, and before anything of them is believed."""
+"""Results that do not fit what was asked: refused before they cost anything, and before any of them is believed."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ async def refusal(server: SchedulerServer, **changes: Any) -> HoldbackError:
         ({"fingerprint": "other"}, FailedPreconditionError, "model.fingerprint is 'other'; allowed: 'model'"),
         ({"max_model_len": 32}, FailedPreconditionError, "model.max_model_len is 32; allowed: 64"),
         ({"num_blocks": 16}, FailedPreconditionError, "num_blocks is 16"),
-        ({"num_blocks": 2**23}, InvalidArgumentError, "limits.num_blocks is 8388608; allowed: <= 4194304"),
+        ({"num_blocks": 2**23}, InvalidArgumentError, "limits.num_blocks is 8388608; allowed: [0, 4194304]"),
         ({"prefill_buckets": (16, 8)}, FailedPreconditionError, "num_batched_tokens_buckets is [16, 8]"),
         ({"decode_us": 0}, FailedPreconditionError, "latency_us of the decode graph of size 4"),
-        ({"lease": "too short"}, InvalidArgumentError, "lease is '9 bytes'; allowed: 16 to 64"),
+        ({"lease": "too short"}, InvalidArgumentError, "lease is '9 bytes'; allowed: 16 to 64 bytes"),
         ({"port": 0}, InvalidArgumentError, "port is 0"),
         ({"executor_id": ""}, InvalidArgumentError, "executor_id is '0 bytes'"),
         ({"advertise_address": "127.0.0.1"}, FailedPreconditionError, "executor_allowed_cidrs (none)"),
@@ -82,6 +82,57 @@ async def test_a_pool_smaller_than_a_request_is_refused_with_both_numbers_and_a_
         answers = await gateway.until_ended(0, 1)
     assert answers[0].tokens == answer_of([20] * 300, 3)
     assert answers[1].tokens == answer_of([21] * 10, 5)
+
+
+Edit = Callable[[scheduler_pb2.ExecutorInfo], object]
+
+
+def flood(message: scheduler_pb2.ExecutorInfo) -> None:
+    for _ in range(5000):
+        message.latencies.append(message.latencies[0])
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda info: setattr(info.compiled, "build_ms", 2**64 - 1), "compiled.build_ms is"),
+        (lambda info: setattr(info.compiled, "num_hits", 2**32 - 1), "compiled.num_hits is 4294967295"),
+        (lambda info: setattr(info.model, "name", "x" * 257), "model.name is '257 bytes'; allowed: 0 to 256 bytes"),
+        (lambda info: setattr(info.model, "fingerprint", "x" * 257), "model.fingerprint is '257 bytes'"),
+        (lambda info: setattr(info.model, "fingerprint", ""), "model.fingerprint is '0 bytes'"),
+        (lambda info: setattr(info, "device", "x" * 65), "device is '65 bytes'"),
+        (lambda info: setattr(info, "kernels", "x" * 4097), "kernels is '4097 bytes'"),
+        (lambda info: setattr(info, "advertise_address", "1" * 65), "advertise_address is '65 bytes'"),
+        (lambda info: info.model.eos_token_ids.append(128), "model.eos_token_ids is 128; allowed: [0, 127]"),
+        (lambda info: info.model.eos_token_ids.extend([3] * 256), "model.eos_token_ids is '257 entries'"),
+        (lambda info: setattr(info.latencies[0], "latency_us", 2**32 - 1), "latencies.latency_us is 4294967295"),
+        (lambda info: setattr(info.model, "vocab_size", 2**32 - 1), "model.vocab_size is 4294967295"),
+        (lambda info: info.limits.num_seqs_buckets.extend(range(5, 1030)), "limits.num_seqs_buckets is '1026 entries'"),
+        (flood, "latencies is '5003 entries'; allowed: at most 4096"),
+    ],
+)
+async def test_what_an_executor_says_of_itself_is_bounded(serve: Serve, edit: Edit, problem: str) -> None:
+    server = await serve()
+
+    def build(port: int, lease: str) -> scheduler_pb2.ExecutorInfo:
+        info = codec.encode_executor_info(build_info(port=port, lease=lease))
+        edit(info)
+        return info
+
+    async with StubExecutor(server.port, info=build) as executor:
+        error = await executor.registration_ended()
+    assert isinstance(error, InvalidArgumentError)
+    assert problem in error.message
+
+
+async def test_a_registration_names_its_executor_once(serve: Serve) -> None:
+    server = await serve()
+    async with StubExecutor(server.port) as executor:
+        await executor.joined()
+        await executor.register_again()
+        error = await executor.registration_ended()
+    assert isinstance(error, InvalidArgumentError)
+    assert "request is 'executor'; allowed: `executor` first and only first" in error.message
 
 
 async def test_the_configuration_can_pin_the_model(serve: Serve) -> None:
