@@ -6,6 +6,7 @@ several ids, in one marker or in several.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_without_device(items)
     cases = {item.nodeid: case_ids(item) for item in items}
     wanted = config.getoption("--case")
     if wanted is None:
@@ -31,6 +33,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"no test carries case {wanted!r}; there are: {', '.join(known) or 'none'}")
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+
+
+def skip_without_device(items: list[pytest.Item]) -> None:
+    """Tests that need a NeuronCore, where there is none: listed as skipped, never left out."""
+    if importlib.util.find_spec("torch_neuronx") is None:
+        reason = "needs a NeuronCore and torch-neuronx, which is not installed; docs/neuron.md says how to run it"
+        for item in items:
+            if item.get_closest_marker("neuron") is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def case_ids(item: pytest.Item) -> set[str]:

@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from executor_svc.devices.base import GraphKey, StepInputs, StepResult
 from executor_svc.devices.compiled import CompiledDevice
 from executor_svc.devices.cpu import CpuDevice
-from executor_svc.graphs import DeclaredGraphs, warm_up
+from executor_svc.graphs import warm_up
 from holdback.types import Phase, RequestSpec, SamplingParams, TokenLogprobs
 from tests.executor.compiled_models import CoreAtenBackend, CountingBackend, build_compiled, check_graph
-from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step, save_model
+from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step, save_model, with_graph
 
 GREEDY = SamplingParams(temperature=0.0)
 BUCKETS: dict[str, Any] = {"prefill_buckets": (8,), "seqs_buckets": (4,), "context_buckets": (16, 64)}
@@ -66,15 +66,8 @@ def tokens(length: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
-def bucketed(device: CompiledDevice, inputs: StepInputs) -> StepInputs:
-    """The same step for a device with context buckets: its smallest graph that holds the context."""
-    computed = int(inputs.context_lens.max()) - (inputs.num_tokens if inputs.key.phase is Phase.PREFILL else 0)
-    key = DeclaredGraphs(device.declared_graphs()).choose(inputs.key.phase, inputs.key.size, computed)
-    return dataclasses.replace(inputs, key=key)
-
-
 def run_both(device: CompiledDevice, cpu: CpuDevice, inputs: StepInputs) -> tuple[StepResult, StepResult]:
-    found = device.collect(device.launch(bucketed(device, inputs)))
+    found = device.collect(device.launch(with_graph(device, inputs)))
     return found, cpu.collect(cpu.launch(inputs))
 
 
@@ -112,7 +105,7 @@ def test_each_declared_graph_is_traced_once_and_nothing_after_warm_up(
         decode_step(device, [8], [[5, 6, 7]], [0]),
         decode_step(device, [8, 20], [[5, 6, 7], list(range(8, 14))], [0, 1]),
     ):
-        device.collect(device.launch(bucketed(device, inputs)))
+        device.collect(device.launch(with_graph(device, inputs)))
     assert len(backend.graphs) == 5
 
 
@@ -123,7 +116,7 @@ def test_a_compilation_after_warm_up_is_an_error_of_the_step(
     tables = device._state.tables
     other = device._state._replace(tables=tables._replace(bias=tables.bias.double()))
     monkeypatch.setattr(device, "_state", other)
-    step = bucketed(device, prefill_step(device, tokens(3), [5]))
+    step = with_graph(device, prefill_step(device, tokens(3), [5]))
     with pytest.raises(RuntimeError, match="fail_on_recompile"):
         device.collect(device.launch(step))
     assert len(backend.graphs) == 5
@@ -175,7 +168,7 @@ def test_steps_launched_before_the_one_before_is_collected_give_the_same_tokens(
     found: list[list[int]] = []
     tickets: list[object] = []
     for step in steps:
-        tickets.append(device.launch(bucketed(device, step)))
+        tickets.append(device.launch(with_graph(device, step)))
         if len(tickets) == device.limits.max_steps_in_flight:
             found.append(device.collect(tickets.pop(0)).token_ids.tolist())
     found += [device.collect(ticket).token_ids.tolist() for ticket in tickets]
@@ -226,7 +219,7 @@ def test_the_check_of_graphs_refuses_what_a_device_cannot_take() -> None:
     check_graph(make_fx(lambda x: x + 1)(*inputs), inputs)
     with pytest.raises(AssertionError, match="not core ATen"):
         check_graph(make_fx(torch.linalg.inv)(*inputs), inputs)
-    with pytest.raises(AssertionError, match="nonzero.default depends on data"):
+    with pytest.raises(AssertionError, match="nonzero"):
         check_graph(make_fx(torch.nonzero)(*inputs), inputs)
     with pytest.raises(AssertionError, match="has the shape"):
         check_graph(make_fx(lambda x: x + 1, tracing_mode="symbolic")(*inputs), inputs)
@@ -248,7 +241,7 @@ def test_launching_does_not_wait_for_the_device(device: CompiledDevice) -> None:
 
     blocker = device._worker.submit(hold)
     held.wait(30)
-    ticket = device.launch(bucketed(device, prefill_step(device, tokens(3), [5])))
+    ticket = device.launch(with_graph(device, prefill_step(device, tokens(3), [5])))
     assert not blocker.done()
     release.set()
     assert len(device.collect(ticket).token_ids) == 1

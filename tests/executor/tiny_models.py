@@ -6,6 +6,7 @@ runner's input builder, keeps what the device is promised and what the runner ma
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import transformers
 
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs
 from executor_svc.devices.cpu import CpuDevice, CpuSettings
+from executor_svc.graphs import DeclaredGraphs
 from executor_svc.parallel.group import RankGroup
 from holdback.buckets import blocks_for, get_bucket_for_count
 from holdback.types import Phase, SamplingParams
@@ -72,7 +74,7 @@ def prefill_step(
         key=GraphKey(Phase.PREFILL, size, device.model.max_model_len),
         input_ids=_int32([*token_ids, *[padding_token_id] * padding]),
         positions=_int32([*positions, *[positions[-1]] * padding]),
-        slot_mapping=_int32([*(_kv_slot(table, int(place)) for place in positions), *[-1] * padding]),
+        slot_mapping=_int32([*(_kv_slot(device, table, int(place)) for place in positions), *[-1] * padding]),
         block_tables=_int32([_padded_table(device, table)]),
         context_lens=_int32([start + len(token_ids)]),
         num_tokens=len(token_ids),
@@ -95,7 +97,7 @@ def decode_step(
     """One token for each sequence, which has `lengths` tokens computed already."""
     size = size or get_bucket_for_count(len(slots), device.limits.num_seqs_buckets)
     padding = size - len(slots)
-    kv_slots = [_kv_slot(table, length) for table, length in zip(tables, lengths, strict=True)]
+    kv_slots = [_kv_slot(device, table, length) for table, length in zip(tables, lengths, strict=True)]
     return StepInputs(
         key=GraphKey(Phase.DECODE, size, device.model.max_model_len),
         positions=_int32([*lengths, *[0] * padding]),
@@ -123,12 +125,20 @@ def sampling_inputs(
     )
 
 
-def _kv_slot(table: Sequence[int], place: int) -> int:
-    return table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+def with_graph(device: Device, inputs: StepInputs) -> StepInputs:
+    """The same step for a device with context buckets: with its smallest graph that holds the context."""
+    computed = int(inputs.context_lens.max()) - (inputs.num_tokens if inputs.key.phase is Phase.PREFILL else 0)
+    key = DeclaredGraphs(device.declared_graphs()).choose(inputs.key.phase, inputs.key.size, computed)
+    return dataclasses.replace(inputs, key=key)
+
+
+def _kv_slot(device: Device, table: Sequence[int], place: int) -> int:
+    block_size = device.limits.block_size
+    return table[place // block_size] * block_size + place % block_size
 
 
 def _padded_table(device: Device, table: Sequence[int]) -> list[int]:
-    width = blocks_for(device.model.max_model_len, BLOCK_SIZE)
+    width = blocks_for(device.model.max_model_len, device.limits.block_size)
     return [*table, *[0] * (width - len(table))]
 
 
