@@ -241,12 +241,12 @@ class Lane:
         while self._received:
             output = self._received.popleft()
             step = check_output(output, self._in_flight, self.info)
+            now = self._clock.now()
+            step.record.end(output, now)
             self._core_changes()
             update = self.core.update_from_output(step.output, output)
             self._in_flight.popleft()
-            self._last_output_at = self._clock.now()
-            step.record.duration_us = round((self._last_output_at - step.record.sent_at) * 1e6)
-            step.record.timings = output.timings
+            self._last_output_at = now
             self._measure(step, output)
             self._owner.update(self, update)
 

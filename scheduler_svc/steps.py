@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdback.errors import InternalError
-from holdback.types import Phase, SchedulerOutput, SchedulerState, StepTimings
+from holdback.types import ModelRunnerOutput, Phase, SchedulerOutput, SchedulerState, StepTimings
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class SentStep:
         sent_at: clock seconds.
         timeout_s: after which it is given up.
         duration_us: from sending to the result; None while it runs.
-        timings: where the executor says that the time went; None while it runs.
+        timings: where the executor says that the time went, each at most `duration_us`; None while it runs.
     """
 
     step: int
@@ -50,6 +50,21 @@ class SentStep:
         if self.phase is Phase.DECODE:
             return len(self.req_ids)
         return sum(self.num_scheduled_tokens.values())
+
+    def end(self, output: ModelRunnerOutput, now: float) -> None:
+        """The result is there. What the executor says of its time is cut to the time in which it had the step.
+
+        Estimates and bounds rest on it, so it is believed that far and no further.
+
+        Args:
+            output: gets the timings that count.
+            now: clock seconds.
+        """
+        self.duration_us = most = max(0, round((now - self.sent_at) * 1e6))
+        said = output.timings
+        if max(said.queue_us, said.device_us, said.host_us) > most:
+            output.timings = StepTimings(min(said.queue_us, most), min(said.device_us, most), min(said.host_us, most))
+        self.timings = output.timings
 
     def timed_out(self) -> InternalError:
         return InternalError(

@@ -171,12 +171,31 @@ async def test_what_is_measured_counts_and_not_what_was_declared(simulate: Simul
         await settle()
         output = lane.executor.execute(lane.unanswered.popleft())
         output.timings = StepTimings(device_us=10_000)
+        simulation.clock.advance(0.01)
         lane.lane.receive(output)
         await settle()
         lane.answer()  # the step that tells the end
         await settle()
     rate = lane.lane.prefill_rate.tokens_per_us * 1e6
     assert 300 < rate < 400  # and not 16
+
+
+async def test_no_step_is_believed_to_have_taken_longer_than_it_was_out(simulate: Simulate) -> None:
+    simulation = simulate(async_scheduling=False, max_decode_stall_ms=1000)
+    lane = simulation.add_lane(is_stepped=True, prefill_us=10_000)
+    for handle in range(2):
+        simulation.submit(handle, build_spec(f"r{handle}", [20 + handle] * 4, max_tokens=9))
+    for _ in range(2):
+        await settle()
+        output = lane.executor.execute(lane.unanswered.popleft())
+        output.timings = StepTimings(2**32 - 1, 2**32 - 1, 2**32 - 1)
+        simulation.clock.advance(0.02)
+        lane.lane.receive(output)
+    await settle()
+    most = StepTimings(20_000, 20_000, 20_000)
+    assert [step.timings for step in lane.lane.steps][:2] == [most, most]
+    assert lane.lane.core.max_stall_us == 20_000  # what r0 waited for r1
+    assert lane.lane.prefill_rate.tokens_per_us * 1e6 > 150  # 200 a second, and not 0
 
 
 async def test_a_lane_that_drains_does_not_shorten_the_queue(simulate: Simulate) -> None:
