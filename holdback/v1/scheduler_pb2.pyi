@@ -49,13 +49,9 @@ class RegisterRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         draining: Global___ExecutorDraining | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "draining", b"draining", "executor", b"executor", "heartbeat", b"heartbeat", "request", b"request"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executor", b"executor", "heartbeat", b"heartbeat", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "draining", b"draining", "executor", b"executor", "heartbeat", b"heartbeat", "request", b"request"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executor", b"executor", "heartbeat", b"heartbeat", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["executor", "heartbeat", "draining"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
@@ -85,13 +81,9 @@ class RegisterResponse(_message.Message):
         accepted: Global___ExecutorAccepted | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "accepted", b"accepted", "heartbeat", b"heartbeat", "response", b"response"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heartbeat", b"heartbeat", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "accepted", b"accepted", "heartbeat", b"heartbeat", "response", b"response"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heartbeat", b"heartbeat", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["accepted", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
@@ -189,34 +181,9 @@ class ExecutorInfo(_message.Message):
         compiled: Global___CompileCounts | None = ...,
         kernels: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "compiled", b"compiled", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compiled", b"compiled", "limits", b"limits", "model", b"model", "protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "advertise_address",
-        b"advertise_address",
-        "compiled",
-        b"compiled",
-        "device",
-        b"device",
-        "executor_id",
-        b"executor_id",
-        "kernels",
-        b"kernels",
-        "latencies",
-        b"latencies",
-        "lease",
-        b"lease",
-        "limits",
-        b"limits",
-        "model",
-        b"model",
-        "port",
-        b"port",
-        "protocol_version",
-        b"protocol_version",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "compiled", b"compiled", "device", b"device", "executor_id", b"executor_id", "kernels", b"kernels", "latencies", b"latencies", "lease", b"lease", "limits", b"limits", "model", b"model", "port", b"port", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,9 +213,7 @@ class CompileCounts(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "build_ms", b"build_ms", "num_hits", b"num_hits", "num_misses", b"num_misses"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_ms", b"build_ms", "num_hits", b"num_hits", "num_misses", b"num_misses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,24 +271,7 @@ class ExecutorLimits(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "block_size",
-        b"block_size",
-        "decode_context_length_buckets",
-        b"decode_context_length_buckets",
-        "max_num_batched_tokens",
-        b"max_num_batched_tokens",
-        "max_num_seqs",
-        b"max_num_seqs",
-        "max_steps_in_flight",
-        b"max_steps_in_flight",
-        "num_batched_tokens_buckets",
-        b"num_batched_tokens_buckets",
-        "num_blocks",
-        b"num_blocks",
-        "num_seqs_buckets",
-        b"num_seqs_buckets",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "decode_context_length_buckets", b"decode_context_length_buckets", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_steps_in_flight", b"max_steps_in_flight", "num_batched_tokens_buckets", b"num_batched_tokens_buckets", "num_blocks", b"num_blocks", "num_seqs_buckets", b"num_seqs_buckets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,9 +305,7 @@ class GraphLatency(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "context", b"context", "latency_us", b"latency_us", "phase", b"phase", "size", b"size"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "latency_us", b"latency_us", "phase", b"phase", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,14 +359,7 @@ class ExecutorAccepted(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "heartbeat_interval_ms",
-        b"heartbeat_interval_ms",
-        "lease_timeout_ms",
-        b"lease_timeout_ms",
-        "protocol_version",
-        b"protocol_version",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_timeout_ms", b"lease_timeout_ms", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,13 +393,9 @@ class ConnectRequest(_message.Message):
         add: Global___AddRequest | None = ...,
         abort: Global___AbortSubmission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "abort", b"abort", "add", b"add", "hello", b"hello", "request", b"request"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "hello", b"hello", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "abort", b"abort", "add", b"add", "hello", b"hello", "request", b"request"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "hello", b"hello", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "add", "abort"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
@@ -496,13 +431,9 @@ class ConnectResponse(_message.Message):
         pool: Global___PoolStatus | None = ...,
         updates: Global___RequestUpdates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "accepted", b"accepted", "pool", b"pool", "response", b"response", "updates", b"updates"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "pool", b"pool", "response", b"response", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "accepted", b"accepted", "pool", b"pool", "response", b"response", "updates", b"updates"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "pool", b"pool", "response", b"response", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["accepted", "pool", "updates"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
@@ -536,9 +467,7 @@ class GatewayHello(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "gateway_id", b"gateway_id", "protocol_version", b"protocol_version", "session", b"session"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "protocol_version", b"protocol_version", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -602,18 +531,7 @@ class PoolStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "default_max_tokens",
-        b"default_max_tokens",
-        "model",
-        b"model",
-        "not_ready_reason",
-        b"not_ready_reason",
-        "num_executors",
-        b"num_executors",
-        "ready",
-        b"ready",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_tokens", b"default_max_tokens", "model", b"model", "not_ready_reason", b"not_ready_reason", "num_executors", b"num_executors", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -647,9 +565,7 @@ class AddRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resubmission", b"resubmission", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "handle", b"handle", "resubmission", b"resubmission", "spec", b"spec"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "resubmission", b"resubmission", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -765,22 +681,7 @@ class RequestUpdates(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "ended",
-        b"ended",
-        "handles",
-        b"handles",
-        "logprobs",
-        b"logprobs",
-        "num_new_tokens",
-        b"num_new_tokens",
-        "output_indices",
-        b"output_indices",
-        "started",
-        b"started",
-        "token_ids",
-        b"token_ids",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "logprobs", b"logprobs", "num_new_tokens", b"num_new_tokens", "output_indices", b"output_indices", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -814,16 +715,7 @@ class RequestStarted(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "executor_id",
-        b"executor_id",
-        "handle",
-        b"handle",
-        "num_cached_tokens",
-        b"num_cached_tokens",
-        "queued_ms",
-        b"queued_ms",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor_id", b"executor_id", "handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "queued_ms", b"queued_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,30 +783,13 @@ class RequestEnded(_message.Message):
         usage: _types_pb2.Usage | None = ...,
         error: _errors_pb2.RequestError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_stop_token_id", b"_stop_token_id", "error", b"error", "stop_token_id", b"stop_token_id", "usage", b"usage"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_stop_token_id",
-        b"_stop_token_id",
-        "error",
-        b"error",
-        "finish_reason",
-        b"finish_reason",
-        "handle",
-        b"handle",
-        "stop_token_id",
-        b"stop_token_id",
-        "usage",
-        b"usage",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__stop_token_id
-    ) -> _WhichOneofReturnType__stop_token_id | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___RequestEnded: _TypeAlias = RequestEnded  # noqa: Y015
 
@@ -995,32 +870,7 @@ class GetLoadResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_queue_ms",
-        b"_queue_ms",
-        "finished",
-        b"finished",
-        "graphs",
-        b"graphs",
-        "kv_usage",
-        b"kv_usage",
-        "num_executors",
-        b"num_executors",
-        "num_running",
-        b"num_running",
-        "num_slots",
-        b"num_slots",
-        "num_waiting",
-        b"num_waiting",
-        "num_waiting_tokens",
-        b"num_waiting_tokens",
-        "prefix_cache_hits",
-        b"prefix_cache_hits",
-        "prefix_cache_queries",
-        b"prefix_cache_queries",
-        "queue_ms",
-        b"queue_ms",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms", "finished", b"finished", "graphs", b"graphs", "kv_usage", b"kv_usage", "num_executors", b"num_executors", "num_running", b"num_running", "num_slots", b"num_slots", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_ms: _TypeAlias = _typing.Literal["queue_ms"]  # noqa: Y015
     _WhichOneofArgType__queue_ms: _TypeAlias = _typing.Literal["_queue_ms", b"_queue_ms"]  # noqa: Y015
@@ -1060,18 +910,7 @@ class GraphTotal(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "num_padding",
-        b"num_padding",
-        "num_steps",
-        b"num_steps",
-        "num_tokens",
-        b"num_tokens",
-        "phase",
-        b"phase",
-        "size",
-        b"size",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_padding", b"num_padding", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "phase", b"phase", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1127,9 +966,7 @@ class GetStateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "max_steps", b"max_steps", "request_id", b"request_id", "without_rows", b"without_rows"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_steps", b"max_steps", "request_id", b"request_id", "without_rows", b"without_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1179,22 +1016,7 @@ class GetStateResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "head_queued_ms",
-        b"head_queued_ms",
-        "head_request_id",
-        b"head_request_id",
-        "head_waits_because",
-        b"head_waits_because",
-        "lanes",
-        b"lanes",
-        "num_waiting",
-        b"num_waiting",
-        "num_waiting_tokens",
-        b"num_waiting_tokens",
-        "pool",
-        b"pool",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_queued_ms", b"head_queued_ms", "head_request_id", b"head_request_id", "head_waits_because", b"head_waits_because", "lanes", b"lanes", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1294,65 +1116,13 @@ class LaneState(_message.Message):
         head_waits_because: _builtins.str = ...,
         prefill_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_max_decode_stall_ms",
-        b"_max_decode_stall_ms",
-        "executor",
-        b"executor",
-        "max_decode_stall_ms",
-        b"max_decode_stall_ms",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_decode_stall_ms", b"_max_decode_stall_ms", "executor", b"executor", "max_decode_stall_ms", b"max_decode_stall_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_max_decode_stall_ms",
-        b"_max_decode_stall_ms",
-        "executor",
-        b"executor",
-        "graphs",
-        b"graphs",
-        "head_waits_because",
-        b"head_waits_because",
-        "is_draining",
-        b"is_draining",
-        "max_decode_stall_ms",
-        b"max_decode_stall_ms",
-        "max_kv_concurrent",
-        b"max_kv_concurrent",
-        "max_stall_us",
-        b"max_stall_us",
-        "num_free_blocks",
-        b"num_free_blocks",
-        "num_running",
-        b"num_running",
-        "num_slots",
-        b"num_slots",
-        "num_steps",
-        b"num_steps",
-        "num_steps_in_flight",
-        b"num_steps_in_flight",
-        "num_usable_blocks",
-        b"num_usable_blocks",
-        "prefill_tokens_per_s",
-        b"prefill_tokens_per_s",
-        "prefix_cache_hits",
-        b"prefix_cache_hits",
-        "prefix_cache_queries",
-        b"prefix_cache_queries",
-        "state",
-        b"state",
-        "steps",
-        b"steps",
-        "total_padding_tokens",
-        b"total_padding_tokens",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_decode_stall_ms", b"_max_decode_stall_ms", "executor", b"executor", "graphs", b"graphs", "head_waits_because", b"head_waits_because", "is_draining", b"is_draining", "max_decode_stall_ms", b"max_decode_stall_ms", "max_kv_concurrent", b"max_kv_concurrent", "max_stall_us", b"max_stall_us", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_slots", b"num_slots", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_usable_blocks", b"num_usable_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "state", b"state", "steps", b"steps", "total_padding_tokens", b"total_padding_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_decode_stall_ms: _TypeAlias = _typing.Literal["max_decode_stall_ms"]  # noqa: Y015
-    _WhichOneofArgType__max_decode_stall_ms: _TypeAlias = _typing.Literal[
-        "_max_decode_stall_ms", b"_max_decode_stall_ms"
-    ]  # noqa: Y015
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__max_decode_stall_ms
-    ) -> _WhichOneofReturnType__max_decode_stall_ms | None: ...
+    _WhichOneofArgType__max_decode_stall_ms: _TypeAlias = _typing.Literal["_max_decode_stall_ms", b"_max_decode_stall_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_decode_stall_ms) -> _WhichOneofReturnType__max_decode_stall_ms | None: ...
 
 Global___LaneState: _TypeAlias = LaneState  # noqa: Y015
 
@@ -1410,34 +1180,9 @@ class StepRecord(_message.Message):
         expected_us: _builtins.int = ...,
         timings: _executor_pb2.StepTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_duration_us", b"_duration_us", "duration_us", b"duration_us", "timings", b"timings"
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us", "duration_us", b"duration_us", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_duration_us",
-        b"_duration_us",
-        "duration_us",
-        b"duration_us",
-        "expected_us",
-        b"expected_us",
-        "num_tokens",
-        b"num_tokens",
-        "phase",
-        b"phase",
-        "rows",
-        b"rows",
-        "sent_unix_us",
-        b"sent_unix_us",
-        "size",
-        b"size",
-        "state",
-        b"state",
-        "step",
-        b"step",
-        "timings",
-        b"timings",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us", "duration_us", b"duration_us", "expected_us", b"expected_us", "num_tokens", b"num_tokens", "phase", b"phase", "rows", b"rows", "sent_unix_us", b"sent_unix_us", "size", b"size", "state", b"state", "step", b"step", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__duration_us: _TypeAlias = _typing.Literal["duration_us"]  # noqa: Y015
     _WhichOneofArgType__duration_us: _TypeAlias = _typing.Literal["_duration_us", b"_duration_us"]  # noqa: Y015
@@ -1473,16 +1218,7 @@ class StepRow(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "num_computed_tokens",
-        b"num_computed_tokens",
-        "num_scheduled_tokens",
-        b"num_scheduled_tokens",
-        "num_scheduled_tokens_padded",
-        b"num_scheduled_tokens_padded",
-        "request_id",
-        b"request_id",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_scheduled_tokens", b"num_scheduled_tokens", "num_scheduled_tokens_padded", b"num_scheduled_tokens_padded", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
