@@ -39,7 +39,8 @@ struct Step {
 constexpr int kOperations = 9;  // most times that work is shared out in a layer
 constexpr int64_t kOwnRows = 32;
 
-// What one layer leaves. No thread computes a layer before all have left the one that had its memory last (team.h).
+// What one layer leaves. No thread computes a layer before all have left the one that had its memory last (team.h), and
+// within a layer nothing is written by two operations.
 template <typename Attention>
 struct Buffers {
   Buffers(Scratch& scratch, const Sizes& sizes, int64_t rows, const Attention& attention)
@@ -47,17 +48,18 @@ struct Buffers {
         after(scratch.take<float>(rows * sizes.hidden)),
         projected(scratch.take<float>(rows * sizes.projected())),
         normed(scratch.take<bf16>(rows > kOwnRows ? rows * sizes.hidden : 0)),
+        normed_again(scratch.take<bf16>(rows > kOwnRows ? rows * sizes.hidden : 0)),
         query(scratch.take<bf16>(rows * sizes.heads * sizes.head_dim)),
         attended(scratch.take<bf16>(rows * sizes.heads * sizes.head_dim)),
         activated(scratch.take<bf16>(rows * sizes.intermediate)),
         attention(attention) {}
 
   static int64_t bytes(const Sizes& sizes, int64_t rows) {
-    return rows * (8 * sizes.hidden + 4 * sizes.projected() + 4 * sizes.heads * sizes.head_dim + 2 * sizes.intermediate);
+    return rows * (12 * sizes.hidden + 4 * sizes.projected() + 4 * sizes.heads * sizes.head_dim + 2 * sizes.intermediate);
   }
 
   float *after_attention, *after, *projected;  // `after_attention` and `after`: the residual stream
-  bf16 *normed, *query, *attended, *activated;
+  bf16 *normed, *normed_again, *query, *attended, *activated;
   Attention attention;
 };
 
@@ -175,7 +177,7 @@ inline void run_layer(Team& team, Member& member, const Layer& layer, const Size
                     sizes.heads, sizes.head_dim, sizes.scale,      layer.window};
   attend(team, member, layer, sizes, step, pages, buffers);
   add_linear(team, member, buffers.attended, rows, width, layer.output, before, hidden, buffers.after_attention);
-  normed = norm(team, member, sizes, rows, buffers.after_attention, layer.attention_norm, buffers.normed);
+  normed = norm(team, member, sizes, rows, buffers.after_attention, layer.attention_norm, buffers.normed_again);
   team.share(member, 2 * sizes.intermediate / kPanel, 1, [&](int64_t panel) {
     const bf16* weight = layer.gate_up + panel * kPanel * hidden;
     panel_product(normed, hidden, rows, hidden, weight, [&](int64_t row, __m512 gate, __m512 up) {
