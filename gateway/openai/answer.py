@@ -38,6 +38,10 @@ from holdback.v1 import inference_pb2
 
 log = structlog.get_logger(__name__)
 
+CLIENT_LEFT = "CLIENT_LEFT"
+CUT_OFF = "CUT_OFF"
+"""What the log says of answers that nobody waits for any more, and of those that a stop left no time."""
+
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -77,6 +81,11 @@ class Answer(Response):
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
+            else:
+                observation_of(scope).error = CLIENT_LEFT
+        except asyncio.CancelledError:
+            observation_of(scope).error = CUT_OFF
+            raise
         finally:
             for task in (answering, leaving):
                 task.cancel()

@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import openai as openai_package
 import pytest
+import structlog
 from openai import AsyncOpenAI
 
+from gateway import server as server_module
 from gateway.openai.shapes import ErrorAnswer
 from gateway.server import GatewayServer
 from holdback.errors import ErrorReason, InternalError, UnavailableError
@@ -98,9 +100,13 @@ async def test_a_client_that_leaves_a_stream_ends_its_requests_at_once(
     scheduler.tokens(adds[0].handle, 0, ids_of("abc"))
     response = await asking
     assert json.loads(await anext(events_of(response)))["choices"][0]["text"] == "abc"
-    await response.aclose()
-    aborted = {(await scheduler.next_abort())[0] for _ in adds}
-    assert aborted == {add.spec.request_id for add in adds}
+    with structlog.testing.capture_logs() as lines:
+        await response.aclose()
+        aborted = {(await scheduler.next_abort())[0] for _ in adds}
+        assert aborted == {add.spec.request_id for add in adds}
+        while not (found := [line for line in lines if line.get("path") == "/v1/completions"]):
+            await http.get("/health/live")  # the line is written when all has ended
+    assert (found[0]["status"], found[0]["error"]) == (200, "CLIENT_LEFT")
 
 
 @pytest.mark.case("B56")
@@ -157,6 +163,36 @@ async def test_a_slow_reader_gets_merged_pieces_and_slows_nobody(
     texts = [json.loads(event)["choices"][0]["text"] for event in events]
     assert "".join(texts) == word * (num_pieces * len(piece))
     assert max(map(len, texts)) > len(word) * len(piece)
+
+
+@pytest.mark.case("B62")
+async def test_a_reader_that_never_reads_does_not_keep_the_gateway_from_stopping(
+    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.1)
+    scheduler.model = LONG
+    gateway = await make_gateway(scheduler=scheduler.target, http_port=0)
+    await wait_until_ready(gateway)
+    _, writer = await open_with_small_window(gateway)
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 1_000_000})
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}{body}".encode())
+    add = await scheduler.next_add()
+    piece = [known_id(make_tokenizer("byte_level"), "wörd with space")] * 1000
+    for number in range(300):
+        scheduler.tokens(add.handle, number * len(piece), piece)
+    async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as http, asyncio.timeout(20):
+        while not is_held_up(gateway):
+            await http.get("/health/live")
+    await asyncio.wait_for(gateway.stop(), 10)
+    writer.close()
+
+
+def is_held_up(gateway: GatewayServer) -> bool:
+    """Some connection waits for its reader."""
+    assert gateway.http is not None
+    connections: Any = gateway.http._server.server_state.connections
+    return any(connection.flow.write_paused for connection in connections)
 
 
 async def open_with_small_window(gateway: GatewayServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
