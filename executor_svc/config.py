@@ -216,8 +216,6 @@ class ExecutorConfig(ServiceConfig):
     def _device_has_what_it_needs(self) -> Self:
         if self.device != "simulated" and self.model is None:
             raise ValueError(f"model is required by the device {self.device}")
-        if self.device == "simulated" and self.tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; allowed on the device simulated: 1")
         if self.device == "cpu" and self.decode_context_length_buckets is not None:
             shown = list(self.decode_context_length_buckets)
             raise ValueError(f"decode_context_length_buckets is {shown}; allowed on the device cpu: none")

@@ -13,21 +13,29 @@ from executor_svc.devices import create_local_device
 from executor_svc.devices.base import Device, GraphKey, StepInputs, StepResult
 from executor_svc.parallel.messages import Frame, RequestTable
 from executor_svc.parallel.processes import RankProcesses
-from holdback.errors import HoldbackError
+from holdback.errors import ConfigError, HoldbackError
 from holdback.types import RequestSpec
 
 if TYPE_CHECKING:
     from executor_svc.config import ExecutorConfig
 
 
+DEVICES = ("cpu",)
+"""Whose models can be cut."""
+
+
 def create_parallel_device(config: ExecutorConfig) -> ParallelDevice:
     """Starts the other ranks, loads this one's share beside theirs, and waits for all. Raises ConfigError."""
+    if config.device not in DEVICES:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}; allowed on the device {config.device}: 1"
+        )
     ranks = RankProcesses(config)
     try:
         from executor_svc.parallel.group import RankGroup  # loads torch, while the other ranks load it
 
         ranks.wait_for("joining")
-        group = RankGroup(0, config.tensor_parallel_size, config.device, ranks.meeting_file)
+        group = RankGroup(0, config.tensor_parallel_size, ranks.meeting_file)
         device = ParallelDevice(create_local_device(config, group), ranks, group.close)
         ranks.wait_for("ready")
         ranks.serve()
@@ -50,6 +58,9 @@ class ParallelDevice(Device):
         self.kind = local.kind
         self.model = local.model
         self.limits = local.limits
+        self.kernels = local.kernels
+        self.compile_cache = local.compile_cache
+        self.compiled = local.compiled
         self._local = local
         self._ranks = ranks
         self._leave = leave

@@ -18,9 +18,6 @@ from holdback.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
-BACKENDS = {"cpu": "gloo", "neuron": "neuron"}
-"""What carries the collectives of each device."""
-
 TIMEOUT = datetime.timedelta(minutes=30)
 """Of one collective. Long, for ranks load at their own pace; a rank that dies or hangs is found elsewhere."""
 
@@ -33,17 +30,14 @@ class RankGroup:
     Args:
         rank: of this process, in [0, size).
         size: number of ranks.
-        device: "cpu" or "neuron".
         meeting_file: a path that does not exist yet, the same for all ranks.
     """
 
-    def __init__(self, rank: int, size: int, device: str, meeting_file: pathlib.Path) -> None:
+    def __init__(self, rank: int, size: int, meeting_file: pathlib.Path) -> None:
         self.rank = rank
         self.size = size
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-        dist.init_process_group(
-            BACKENDS[device], init_method=meeting_file.as_uri(), rank=rank, world_size=size, timeout=TIMEOUT
-        )
+        dist.init_process_group("gloo", init_method=meeting_file.as_uri(), rank=rank, world_size=size, timeout=TIMEOUT)
 
     def loading_arguments(self, config: Any) -> dict[str, Any]:
         """What makes `from_pretrained` read this rank's share of the weights alone, by the model's own plan.

@@ -98,7 +98,7 @@ def _run(
     from executor_svc.parallel.group import RankGroup
 
     connection.send(Frame("joining"))
-    group = RankGroup(rank, config.tensor_parallel_size, config.device, meeting_file)
+    group = RankGroup(rank, config.tensor_parallel_size, meeting_file)
     device = create_local_device(config, group)
     connection.send(Frame("ready"))
     follower = Follower(device)

@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from executor_svc.devices.compiled import CompiledDevice, GraphSettings
 from executor_svc.model_probe import find_layers
 from executor_svc.models import load_model
+from executor_svc.parallel.group import RankGroup
 from holdback.types import ExecutorLimits
 from tests.executor.tiny_models import BLOCK_SIZE, VOCAB_SIZE
 
@@ -98,9 +99,10 @@ def build_compiled(
     seqs_buckets: Sequence[int] = (2, 4),
     context_buckets: Sequence[int] = CONTEXT_BUCKETS,
     num_blocks: int = 32,
+    ranks: RankGroup | None = None,
 ) -> CompiledDevice:
     """The compiled step on this machine's processor, with the limits of `tiny_models.build_device`."""
-    model = load_model(directory, dtype)
+    model = load_model(directory, dtype, ranks=ranks)
     limits = ExecutorLimits(
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,

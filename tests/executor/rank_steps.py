@@ -47,7 +47,7 @@ def run_steps(device: CpuDevice) -> list[StepResult]:
 
 @contextlib.contextmanager
 def group_of_two(rank: int, meeting_file: pathlib.Path) -> Iterator[RankGroup]:
-    group, num_threads = RankGroup(rank, 2, "cpu", meeting_file), torch.get_num_threads()
+    group, num_threads = RankGroup(rank, 2, meeting_file), torch.get_num_threads()
     torch.set_num_threads(group.num_threads(None))
     try:
         yield group

@@ -138,6 +138,7 @@ def test_a_rank_has_half_the_heads_and_writes_to_the_slots_of_the_step_alone(dev
 def test_limits_and_model_are_those_of_the_whole(device: Any, whole: CpuDevice) -> None:
     assert (device.kind, device.model, device.limits) == (whole.kind, whole.model, whole.limits)
     assert device.declared_graphs() == whole.declared_graphs()
+    assert "2 ranks share each layer" in device.kernels
 
 
 def test_a_request_that_is_refused_leaves_the_ranks_in_step(device: Any, whole: CpuDevice) -> None:

@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.devices import create_device
 from executor_svc.parallel.sharding import Plan, choose_plan
 from holdback.errors import ConfigError
 from tests.executor.tiny_models import llama_config
@@ -57,8 +58,8 @@ def test_a_model_without_a_plan_is_refused() -> None:
         choose_plan(transformers.GPT2Config(), 2)
 
 
-def test_the_simulated_device_has_no_ranks() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; allowed on the device simulated: 1"):
-        ExecutorConfig.load(
-            ["--scheduler", "127.0.0.1:1", "--device", "simulated", "--tensor-parallel-size", "2"], environment={}
-        )
+@pytest.mark.parametrize("device", ["simulated", "neuron"])
+def test_a_device_whose_models_cannot_be_cut_refuses_ranks_before_it_starts_any(device: str) -> None:
+    settings: dict[str, Any] = {"scheduler": "127.0.0.1:1", "model": "m", "device": device, "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is 2; allowed on the device {device}: 1"):
+        create_device(ExecutorConfig(**settings))
