@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -20,3 +20,14 @@ def steps() -> Steps:
 async def scheduler() -> AsyncIterator[StubScheduler]:
     async with StubScheduler() as stub:
         yield stub
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models take longer with every further thread, and many times as long on a busy machine."""
+    import torch  # not every test of the executor needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -18,6 +18,8 @@ from executor_svc.models import LoadedModel
 from tests.executor.model_families import FAMILIES, WINDOW, save_family
 from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LARGEST_DIFFERENCE = 1e-4
 
 

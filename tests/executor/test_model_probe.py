@@ -18,6 +18,8 @@ from holdback.errors import ConfigError
 from tests.executor.model_families import FAMILIES, save_family
 from tests.executor.tiny_models import VOCAB_SIZE, llama_config, save_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = ["float32", "bfloat16", "float16"]
 SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32}
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
