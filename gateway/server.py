@@ -77,6 +77,7 @@ class GatewayServer:
         self._generations = Generations(self.pools)
         self._services = GrpcServices(self._config, self._generations, self._health)
         self._services.add_to(self._server)
+        await self._services.report_health(is_draining=False)  # none of them is unknown, however early it is asked for
         self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         self.http = self._bind_http()
         await self._server.start()

@@ -272,7 +272,9 @@ def valid_request(kind: type[Message]) -> Message:
 @pytest.mark.case("B30", "B35", "B70", "B73")
 @pytest.mark.parametrize("method", SERVED_METHODS, ids=path_of)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 async def test_whatever_a_client_sends_is_answered_or_refused_by_name(
     channel: grpc.aio.Channel, scheduler: ScriptedScheduler, method: MethodDescriptor, data: st.DataObject
 ) -> None:
