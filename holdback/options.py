@@ -15,12 +15,10 @@ Message = Mapping[str, str]
 """One message of a conversation: `{"role": ..., "content": ...}`."""
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Options of `AsyncClient.generate` and `stream`. An option that is None is as one that is not given.
+class ChatOptions(TypedDict, total=False):
+    """Options of a generation, whatever it goes on from. An option that is None is as one that is not given.
 
     Attributes:
-        messages: a conversation instead of a prompt, each message a mapping of `role` and `content`.
-        token_ids: a prompt as token ids instead of text.
         model: a served model or an alias; not given: the only one.
         request_id: at most 256 bytes, for `abort`; not given: the gateway makes one.
         n: independent choices, in [1, 128]; 1 by default.
@@ -29,8 +27,8 @@ class GenerateOptions(TypedDict, total=False):
         echo: the text starts with the prompt; False by default.
         priority: in [-128, 127], 0 by default; lower is served first where the pool's policy is `priority`.
         cache_salt: at most 256 bytes; cached blocks are shared between requests of equal salt only.
-        output_token_ids: outputs received before a stream broke, to go on after them; needs its `seed`, and `n` 1. What
-            follows equals what was lost where logits are bit-equal. In bfloat16 they are nearly so, since these outputs
+        output_token_ids: outputs received before a stream broke, to go on after them, which a client does by itself;
+            needs its `seed`, and `n` 1. What follows equals what was lost where logits are bit-equal. In bfloat16 they are nearly so, since these outputs
             are computed as a prompt: with a temperature above 0, and rarely with 0, other tokens can follow.
         temperature: in [0, 1000], 1 by default; 0 is greedy.
         top_k: keep the k most likely tokens, >= 1; 0 and -1 keep all, which is the default.
@@ -49,8 +47,6 @@ class GenerateOptions(TypedDict, total=False):
         num_logprobs: in [0, 20]; log-probabilities of the chosen and of this many most likely tokens.
     """
 
-    messages: Sequence[Message] | None
-    token_ids: Sequence[int] | None
     model: str | None
     request_id: str | None
     n: int | None
@@ -75,6 +71,18 @@ class GenerateOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     logit_bias: Mapping[int, float] | None
     num_logprobs: int | None
+
+
+class GenerateOptions(ChatOptions, total=False):
+    """Options of `AsyncClient.generate` and `stream`: those of `ChatOptions`, and what to go on from.
+
+    Attributes:
+        messages: a conversation instead of a prompt, each message a mapping of `role` and `content`.
+        token_ids: a prompt as token ids instead of text.
+    """
+
+    messages: Sequence[Message] | None
+    token_ids: Sequence[int] | None
 
 
 _SAMPLING = (

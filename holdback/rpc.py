@@ -7,6 +7,7 @@ port belongs to one process: a second server on it is refused, whatever it serve
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -85,11 +86,24 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+_ROUND_ROBIN = [("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]}))]
 
 
-def create_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
-    """A server without ports or services yet."""
-    return grpc.aio.server(interceptors=list(interceptors), options=_SERVER_OPTIONS)
+def create_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), *, max_connection_age_s: float | None = None
+) -> grpc.aio.Server:
+    """A server without ports or services yet.
+
+    Args:
+        interceptors: asked for every call, the first one first.
+        max_connection_age_s: after which, give or take a tenth, a connection takes no new calls, so that its client
+            connects anew and finds new servers; calls that run on it go on. None: connections do not end by age.
+    """
+    options = list(_SERVER_OPTIONS)
+    if max_connection_age_s is not None:
+        # The time for calls that run (`grpc.max_connection_age_grace_ms`) is without limit unless it is set.
+        options.append(("grpc.max_connection_age_ms", max(1, int(max_connection_age_s * 1000))))
+    return grpc.aio.server(interceptors=list(interceptors), options=options)
 
 
 def format_address(host: str, port: int) -> str:
@@ -125,10 +139,13 @@ def create_channel(target: str, tls: Tls = NO_TLS, *, max_receive_bytes: int = M
     """A channel to `host:port` or any gRPC target. Raises ConfigError when a file of `tls` is none.
 
     Args:
+        target: of `dns:`, it spreads calls over all addresses of the name (`round_robin`).
         max_receive_bytes: a peer that sends a longer message ends its call with RESOURCE_EXHAUSTED.
     """
     credentials = tls.channel_credentials()
     options = [*(dict(_CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_receive_bytes}).items()]
+    if target.startswith("dns:"):
+        options += _ROUND_ROBIN
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
     if tls.server_name is not None:
