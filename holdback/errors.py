@@ -52,6 +52,10 @@ class ErrorReason(enum.Enum):
     INTERNAL = "INTERNAL"
     UNAUTHENTICATED = "UNAUTHENTICATED"
     KEY_LIMIT = "KEY_LIMIT"
+    PEER_GONE = "PEER_GONE"
+    PEER_SILENT = "PEER_SILENT"
+    PEER_STALLED = "PEER_STALLED"
+    STREAM_REPLACED = "STREAM_REPLACED"
 
 
 class HoldbackError(Exception):
@@ -130,7 +134,7 @@ class DeadlineExceededError(HoldbackError):
 
 
 class UnavailableError(HoldbackError):
-    default_reason = ErrorReason.NO_EXECUTOR
+    default_reason = ErrorReason.PEER_GONE
 
 
 class RequestAbortedError(HoldbackError):

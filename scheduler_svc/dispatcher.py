@@ -125,13 +125,8 @@ class Dispatcher:
         """Takes a request, or ends its handle with the reason why not. Never raises for a bad request.
 
         One that was submitted before, on a stream that is lost, is exempt from the limits of the queue.
-
-        A handle names one request. Used twice it names none, so the one that has it ends, and the new one with it.
         """
-        living = session.by_handle.get(handle)
-        if living is not None:
-            used_twice = InvalidArgumentError.of("handle", handle, "one that was not used on this stream")
-            self._end(living, FinishReason.ERROR, error=used_twice)
+        if self._is_used_twice(session, handle):
             return
         try:
             replaced = session.check_identity(spec)
@@ -150,6 +145,8 @@ class Dispatcher:
 
     def refuse(self, session: Session, handle: int, request_id: str, usage: Usage, error: HoldbackError) -> None:
         """Ends the handle of a request that was not taken."""
+        if self._is_used_twice(session, handle):
+            return
         log.info(
             "request_refused",
             request_id=request_id[:MAX_REQUEST_ID_BYTES],
@@ -158,6 +155,14 @@ class Dispatcher:
             message=error.message,
         )
         session.outbox.ended(handle, FinishReason.ERROR, usage, error=error)
+
+    def _is_used_twice(self, session: Session, handle: int) -> bool:
+        """A handle names one request. Used twice it names none: the one that has it ends, and the new one with it."""
+        living = session.by_handle.get(handle)
+        if living is not None:
+            error = InvalidArgumentError.of("handle", handle, "one that was not used on this stream")
+            self._end(living, FinishReason.ERROR, error=error)
+        return living is not None
 
     def abort(self, session: Session, request_id: str, generation: int) -> None:
         """Ends a submission; does nothing when it is unknown, ended or of another generation."""

@@ -177,7 +177,7 @@ class _Registration:
 
     def _drain(self, reason: str) -> None:
         if self._lane is None:
-            raise UnavailableError(f"the executor drains before it joined: {reason}")
+            raise UnavailableError(f"the executor drains before it joined: {reason}", reason=ErrorReason.SHUTTING_DOWN)
         self._lane.drain(reason)
 
     async def _wait_for_stop(self) -> None:

@@ -18,6 +18,7 @@ from holdback.types import Usage
 from holdback.v1 import scheduler_pb2
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.dispatcher import Dispatcher
+from scheduler_svc.limits import MAX_QUEUED_MS, check_counts
 from scheduler_svc.pool import Pool
 from scheduler_svc.requests import Resubmission, Session
 from scheduler_svc.streams import check_protocol, protocol_version, race, read, write
@@ -54,7 +55,8 @@ class Gateways:
         stream = _Stream(Session(hello.gateway_id), context, self._config, self._pool, self._dispatcher)
         older = self._streams.get(hello.session)
         if older is not None:
-            older.end(UnavailableError("the gateway opened another stream for this session"))
+            replaced = "the gateway opened another stream for this session"
+            older.end(UnavailableError(replaced, reason=ErrorReason.STREAM_REPLACED))
         self._streams[hello.session] = stream
         try:
             await stream.serve()
@@ -151,11 +153,14 @@ class _Stream:
         if not add.spec.sampling.HasField("max_tokens"):
             add.spec.sampling.max_tokens = self._config.default_max_tokens or MAX_MAX_TOKENS
         try:
+            check_counts(add.spec, self._pool.max_model_len)
             spec = codec.decode_spec(add.spec)
+            resubmission = _decode_resubmission(add)
         except HoldbackError as error:
-            self._dispatcher.refuse(self._session, add.handle, add.spec.request_id, Usage(), error)
+            usage = Usage(prompt_tokens=len(add.spec.prompt_token_ids))
+            self._dispatcher.refuse(self._session, add.handle, add.spec.request_id, usage, error)
             return
-        self._dispatcher.submit(self._session, add.handle, spec, _decode_resubmission(add))
+        self._dispatcher.submit(self._session, add.handle, spec, resubmission)
 
     async def _write_updates(self) -> None:
         outbox, timeout_s = self._session.outbox, self._config.gateway_stall_timeout_s
@@ -167,11 +172,15 @@ class _Stream:
                         await write(self._context, response)
                 except TimeoutError:
                     raise UnavailableError(
-                        f"the gateway left its stream unread for gateway_stall_timeout_s, {timeout_s:g} s"
+                        f"the gateway left its stream unread for gateway_stall_timeout_s, {timeout_s:g} s",
+                        reason=ErrorReason.PEER_STALLED,
                     ) from None
 
 
 def _decode_resubmission(add: scheduler_pb2.AddRequest) -> Resubmission | None:
+    """Raises InvalidArgumentError: an age of more than ten years."""
     if not add.HasField("resubmission"):
         return None
+    if add.resubmission.age_ms > MAX_QUEUED_MS:
+        raise InvalidArgumentError.of("resubmission.age_ms", add.resubmission.age_ms, f"[0, {MAX_QUEUED_MS}]")
     return Resubmission(add.resubmission.has_started, add.resubmission.age_ms / 1000)

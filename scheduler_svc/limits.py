@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from holdback.errors import DeadlineExceededError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
 from holdback.types import RequestSpec
+from holdback.v1 import types_pb2
 from scheduler_svc.config import SchedulerServiceConfig
+from scheduler_svc.core.request import prompt_too_long
 
 if TYPE_CHECKING:
     from scheduler_svc.lane import Lane
@@ -19,10 +21,29 @@ if TYPE_CHECKING:
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
 
-
 MAX_QUEUED_MS = 10 * 365 * 24 * 3600 * 1000
 MAX_LIST_ENTRIES = 65_536
 MAX_NUM_LOGPROBS = 64
+
+
+def check_counts(message: types_pb2.RequestSpec, max_model_len: int | None) -> None:
+    """Lengths, before anything is decoded or copied. Raises InvalidArgumentError.
+
+    Args:
+        max_model_len: of the pool; None while it is not known.
+    """
+    num_prompt, num_outputs = len(message.prompt_token_ids), len(message.output_token_ids)
+    if max_model_len is not None and num_prompt + num_outputs >= max_model_len:
+        raise prompt_too_long(num_prompt, num_outputs, max_model_len)
+    sampling = message.sampling
+    lists: dict[str, Sized] = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids.token_ids,
+        "logit_bias": sampling.logit_bias,
+    }
+    for name, entries in lists.items():
+        if len(entries) > MAX_LIST_ENTRIES:
+            raise InvalidArgumentError.of(f"sampling.{name}", f"{len(entries)} entries", f"at most {MAX_LIST_ENTRIES}")
 
 
 def check_sizes(spec: RequestSpec) -> None:
@@ -31,17 +52,9 @@ def check_sizes(spec: RequestSpec) -> None:
         raise InvalidArgumentError.of("spec.deadline_ms", spec.deadline_ms, ">= 1")
     if spec.queued_ms > MAX_QUEUED_MS:
         raise InvalidArgumentError.of("spec.queued_ms", spec.queued_ms, f"[0, {MAX_QUEUED_MS}]")
-    sampling = spec.sampling
-    if (sampling.num_logprobs or 0) > MAX_NUM_LOGPROBS:
-        raise InvalidArgumentError.of("sampling.num_logprobs", sampling.num_logprobs, f"[0, {MAX_NUM_LOGPROBS}]")
-    lists: dict[str, Sized] = {
-        "stop_token_ids": sampling.stop_token_ids,
-        "allowed_token_ids": sampling.allowed_token_ids or (),
-        "logit_bias": sampling.logit_bias,
-    }
-    for name, entries in lists.items():
-        if len(entries) > MAX_LIST_ENTRIES:
-            raise InvalidArgumentError.of(f"sampling.{name}", f"{len(entries)} entries", f"at most {MAX_LIST_ENTRIES}")
+    num_logprobs = spec.sampling.num_logprobs
+    if (num_logprobs or 0) > MAX_NUM_LOGPROBS:
+        raise InvalidArgumentError.of("sampling.num_logprobs", num_logprobs, f"[0, {MAX_NUM_LOGPROBS}]")
 
 
 def check_room(

@@ -56,6 +56,11 @@ class Pool:
         return ""
 
     @property
+    def max_model_len(self) -> int | None:
+        """Of the pool's model; None while nothing says it."""
+        return self._config.max_model_len if self.model is None else self.model.max_model_len
+
+    @property
     def is_ready(self) -> bool:
         return not self.not_ready_reason
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from holdback import codec, rpc
-from holdback.errors import InternalError, UnavailableError
+from holdback.errors import ErrorReason, InternalError, UnavailableError
 from holdback.tls import NO_TLS, Tls
 from holdback.types import ExecutorInfo, SchedulerOutput
 from holdback.v1 import executor_pb2, executor_pb2_grpc
@@ -38,7 +38,8 @@ class StepStream:
                 response = await self._read()
         except TimeoutError:
             raise UnavailableError(
-                f"the executor did not accept Execute on {self._target} in {timeout_s:g} s"
+                f"the executor did not accept Execute on {self._target} in {timeout_s:g} s",
+                reason=ErrorReason.PEER_SILENT,
             ) from None
         if response is None or response.WhichOneof("response") != "accepted":
             raise InternalError("the executor's first message is not `accepted`")

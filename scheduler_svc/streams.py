@@ -20,18 +20,20 @@ async def read(context: grpc.aio.ServicerContext[Request, Response], timeout_s: 
     """The peer's next message; None when it has closed its side.
 
     Raises:
-        UnavailableError: nothing came in `timeout_s`.
+        UnavailableError: nothing came in `timeout_s` (PEER_SILENT).
     """
     try:
         async with asyncio.timeout(timeout_s):
             request: Any = await context.read()
     except TimeoutError:
-        raise UnavailableError(f"the peer was silent for {timeout_s:g} s, which is the limit") from None
+        raise UnavailableError(
+            f"the peer was silent for {timeout_s:g} s, which is the limit", reason=ErrorReason.PEER_SILENT
+        ) from None
     return None if request is grpc.aio.EOF else request
 
 
 async def write(context: grpc.aio.ServicerContext[Request, Response], response: Response) -> None:
-    """Sends one message. Raises UnavailableError when the peer is gone."""
+    """Sends one message. Raises UnavailableError (PEER_GONE)."""
     try:
         await context.write(response)
     except grpc.aio.BaseError as error:

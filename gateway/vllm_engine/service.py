@@ -26,7 +26,7 @@ from gateway.pool import Pool
 from gateway.vllm_engine.requests import decode_request, name_as_sent
 from gateway.vllm_engine.responses import Responses
 from gateway.vllm_engine.tokenizer_files import TokenizerFiles
-from holdback.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from holdback.errors import ErrorReason, InvalidArgumentError, NotFoundError, UnavailableError
 from holdback.types import ModelInfo
 from holdback.v1 import scheduler_pb2
 
@@ -178,7 +178,8 @@ def _known_model(pool: Pool) -> ModelInfo:
         raise pool.refusal
     model = pool.engine.status.model
     if model is None:
-        raise UnavailableError(f"the model is not known yet: {pool.engine.status.not_ready_reason}")
+        why = f"the model is not known yet: {pool.engine.status.not_ready_reason}"
+        raise UnavailableError(why, reason=ErrorReason.NO_EXECUTOR)
     return model
 
 

@@ -79,6 +79,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The call has no API key, or none that is known."""
     ERROR_REASON_KEY_LIMIT: _ErrorReason.ValueType  # 27
     """The caller's API key has as much running as it may."""
+    ERROR_REASON_PEER_GONE: _ErrorReason.ValueType  # 28
+    """The other side of a connection is gone, or cannot be reached."""
+    ERROR_REASON_PEER_SILENT: _ErrorReason.ValueType  # 29
+    """The other side of a stream said nothing for longer than is allowed."""
+    ERROR_REASON_PEER_STALLED: _ErrorReason.ValueType  # 30
+    """The other side of a stream left unread what it was sent, for longer than is allowed."""
+    ERROR_REASON_STREAM_REPLACED: _ErrorReason.ValueType  # 31
+    """The same session opened another stream, which takes the place of this one."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """A stable reason for a failure, for programs to match on. It travels as the `reason` of a `google.rpc.ErrorInfo` with
@@ -141,6 +149,14 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 26
 """The call has no API key, or none that is known."""
 ERROR_REASON_KEY_LIMIT: ErrorReason.ValueType  # 27
 """The caller's API key has as much running as it may."""
+ERROR_REASON_PEER_GONE: ErrorReason.ValueType  # 28
+"""The other side of a connection is gone, or cannot be reached."""
+ERROR_REASON_PEER_SILENT: ErrorReason.ValueType  # 29
+"""The other side of a stream said nothing for longer than is allowed."""
+ERROR_REASON_PEER_STALLED: ErrorReason.ValueType  # 30
+"""The other side of a stream left unread what it was sent, for longer than is allowed."""
+ERROR_REASON_STREAM_REPLACED: ErrorReason.ValueType  # 31
+"""The same session opened another stream, which takes the place of this one."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -195,7 +195,7 @@ def check_request(spec: RequestSpec, model: ModelInfo) -> None:
     if num_prompt == 0:
         raise InvalidArgumentError.of("prompt_token_ids", "0 tokens", "at least 1", reason=ErrorReason.PROMPT_EMPTY)
     if num_prompt + num_outputs >= model.max_model_len:
-        raise _too_long(num_prompt, num_outputs, model.max_model_len)
+        raise prompt_too_long(num_prompt, num_outputs, model.max_model_len)
     if spec.sampling.max_tokens <= num_outputs:
         limit = f"more than the {num_outputs} output tokens so far" if num_outputs else ">= 1"
         raise InvalidArgumentError.of("sampling.max_tokens", spec.sampling.max_tokens, limit)
@@ -206,7 +206,8 @@ def check_request(spec: RequestSpec, model: ModelInfo) -> None:
     _check_token_ids("sampling.logit_bias", tuple(spec.sampling.logit_bias), model.vocab_size, is_list=False)
 
 
-def _too_long(num_prompt: int, num_outputs: int, max_model_len: int) -> InvalidArgumentError:
+def prompt_too_long(num_prompt: int, num_outputs: int, max_model_len: int) -> InvalidArgumentError:
+    """K10: prompt and outputs so far leave no room for one more token."""
     shown = f"{num_prompt} tokens" if num_outputs == 0 else f"{num_prompt} tokens with {num_outputs} outputs so far"
     limit = f"at most {max_model_len - 1} in all, as max_model_len is {max_model_len} with at least one new token"
     message = f"prompt_token_ids is {shown}; allowed: {limit}"

@@ -23,7 +23,7 @@ from holdback.types import (
 )
 from holdback.v1 import executor_pb2
 from scheduler_svc import limits, outbox, registration_check
-from scheduler_svc.limits import check_sizes
+from scheduler_svc.limits import check_counts, check_sizes
 from scheduler_svc.registration_check import check_info
 from scheduler_svc.server import SchedulerServer
 from tests.scheduler.parts import answer_of, build_info, build_spec
@@ -86,6 +86,7 @@ def test_what_a_step_says_beside_that_fits_into_what_is_spared() -> None:
     )
     spec = RequestSpec("r" * 256, [LARGEST_TOKEN], sampling, cache_salt="s" * 256)
     check_sizes(spec)
+    check_counts(codec.encode_spec(spec), None)
     output = SchedulerOutput(
         scheduled_new_reqs=[NewRequestData("0/r", spec, 1, [1])],
         num_scheduled_tokens={"0/r": 1},
@@ -104,7 +105,7 @@ def test_what_a_step_says_beside_that_fits_into_what_is_spared() -> None:
 def test_longer_lists_are_refused(name: str) -> None:
     sampling = replace(SamplingParams(), **{name: (1,) * (limits.MAX_LIST_ENTRIES + 1)})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=f"sampling.{name} is '65537 entries'; allowed: at most 65536"):
-        check_sizes(RequestSpec("r", [1], sampling))
+        check_counts(codec.encode_spec(RequestSpec("r", [1], sampling)), None)
 
 
 def test_more_log_probabilities_are_refused() -> None:

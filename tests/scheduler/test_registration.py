@@ -183,6 +183,7 @@ async def test_heartbeats_keep_a_lease_and_silence_ends_it(serve: Serve) -> None
             error = await silent.registration_ended()
         assert isinstance(error, UnavailableError)
         assert "silent for 1 s" in error.message
+        assert error.reason is ErrorReason.PEER_SILENT
         await steady.condition.until(lambda: steady.num_heartbeats > 12)  # longer than the lease timeout
         assert not steady.ended.done()
 

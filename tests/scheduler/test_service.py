@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,9 +19,11 @@ from holdback.errors import (
     UnavailableError,
 )
 from holdback.health import READINESS
-from holdback.v1 import scheduler_pb2
+from holdback.types import FinishReason, RequestSpec
+from holdback.v1 import scheduler_pb2, types_pb2
+from scheduler_svc.gateways import Gateways
 from scheduler_svc.server import SchedulerServer
-from tests.scheduler.parts import answer_of, build_spec
+from tests.scheduler.parts import Simulation, answer_of, build_spec, until
 from tests.scheduler.stubs import VERSION, WAIT_S, StubExecutor, StubGateway
 
 pytestmark = pytest.mark.loopback
@@ -177,6 +180,7 @@ async def test_a_gateway_that_comes_back_supersedes_its_old_stream(serve: Serve)
             error = await old.stream_ended()
             assert isinstance(error, UnavailableError)
             assert "another stream" in error.message
+            assert error.reason is ErrorReason.STREAM_REPLACED
             again = build_spec("r", PROMPT, max_tokens=30, generation=1, outputs=known)
             await new.add(0, again, scheduler_pb2.Resubmission(has_started=True))
             executor.may_step.set()
@@ -249,24 +253,69 @@ async def test_a_bad_request_ends_its_handle_and_not_the_stream(serve: Serve) ->
     assert answers[2].tokens == answer_of(PROMPT, 3)
 
 
-async def test_a_gateway_that_does_not_read_is_closed_and_holds_up_nobody(serve: Serve) -> None:
-    server = await serve(gateway_stall_timeout_s=0.3)
-    async with (
-        StubExecutor(server.port, max_num_seqs=1, max_model_len=40_000, num_blocks=10_001),
-        StubGateway(server.port, "the stalled gateway", reads=False) as stalled,
-        StubGateway(server.port, "the good gateway") as good,
-    ):
-        await stalled.add(0, build_spec("has the only slot", PROMPT, max_tokens=39_000))
-        for handle in range(1, 1000):
-            # Each is refused at once; nobody reads the reasons, so they fill the stream's window.
-            await stalled.add(handle, build_spec(f"r{handle}", []))
-        await good.add(0, build_spec(prompt=PROMPT, max_tokens=30))
-        assert (await good.until_ended(0))[0].tokens == answer_of(PROMPT, 30)
-        stalled.read()
-        error = await stalled.stream_ended()
-    assert isinstance(error, UnavailableError)
-    assert "gateway_stall_timeout_s" in error.message
-    assert len(stalled.answers[0].tokens) < 39_000
+class ContextThatStalls:
+    """A gateway's side of `Connect` that sends some requests, takes in the answer to its hello, and reads no more."""
+
+    def __init__(self, *requests: scheduler_pb2.ConnectRequest) -> None:
+        self._requests = list(requests)
+        self._has_room = True
+
+    async def read(self) -> scheduler_pb2.ConnectRequest:
+        if not self._requests:
+            await asyncio.Event().wait()
+        return self._requests.pop(0)
+
+    async def write(self, response: scheduler_pb2.ConnectResponse) -> None:
+        if not self._has_room:
+            await asyncio.Event().wait()
+        self._has_room = False
+
+
+async def test_a_gateway_that_does_not_read_is_closed_and_holds_up_nobody(simulate: Callable[..., Simulation]) -> None:
+    simulation = simulate(gateway_stall_timeout_s=0.05)
+    gateways = Gateways(simulation.config, simulation.pool, simulation.dispatcher)
+    simulation.add_lane(max_num_seqs=1, max_model_len=40_000, num_blocks=10_001)
+    hello = scheduler_pb2.GatewayHello(protocol_version=VERSION, session="the stalled gateway", gateway_id="stalled")
+    spec = codec.encode_spec(build_spec("has the only slot", PROMPT, max_tokens=39_000))
+    context: Any = ContextThatStalls(
+        scheduler_pb2.ConnectRequest(hello=hello),
+        scheduler_pb2.ConnectRequest(add=scheduler_pb2.AddRequest(handle=0, spec=spec)),
+    )
+    connection = asyncio.create_task(gateways.connect(context))
+    await until(lambda: any(lane.core.running for lane in simulation.dispatcher.lanes))
+    simulation.submit(0, build_spec(prompt=PROMPT, max_tokens=30))
+    assert (await simulation.until_ended(0)).tokens == answer_of(PROMPT, 30)
+    with pytest.raises(UnavailableError, match="gateway_stall_timeout_s") as ended:
+        await connection
+    assert ended.value.reason is ErrorReason.PEER_STALLED
+    assert simulation.dispatcher.num_finished == {FinishReason.ABORT: 1, FinishReason.LENGTH: 1}
+
+
+async def test_a_request_that_is_too_long_is_refused_without_being_read(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await serve()
+    decoded: list[str] = []
+    decode = codec.decode_spec
+
+    def count(message: types_pb2.RequestSpec) -> RequestSpec:
+        decoded.append(message.request_id)
+        return decode(message)
+
+    async with StubExecutor(server.port), StubGateway(server.port) as gateway:
+        await gateway.until(lambda answers: bool(answers.pools) and answers.pools[-1].ready)
+        monkeypatch.setattr(codec, "decode_spec", count)
+        await gateway.add(0, build_spec("prompt", [20] * 64))
+        await gateway.add(1, build_spec("outputs", [20] * 60, max_tokens=9, outputs=[20] * 4))
+        await gateway.add(2, build_spec("stop ids", [20], stop=[20] * 65_537))
+        await gateway.add(3, build_spec("long ago", [20]), scheduler_pb2.Resubmission(age_ms=2**64 - 1))
+        answers = await gateway.until_ended(0, 1, 2, 3)
+    assert [answers[handle].error_reason for handle in range(4)] == ["PROMPT_TOO_LONG"] * 2 + ["INVALID_FIELD"] * 2
+    assert [ended.usage.prompt_tokens for ended in (answers[0].ended, answers[1].ended) if ended is not None] == [
+        64,
+        60,
+    ]
+    assert decoded == ["long ago"]
 
 
 # ---- people ----
