@@ -75,7 +75,7 @@ def over_http(address: str, model: str) -> Open:
         try:
             async for line in reader:
                 if line.startswith(b"data: {"):
-                    if b'"error"' in line:
+                    if line.startswith(b'data: {"error"'):
                         raise SystemExit(line.decode())
                     yield
                 elif line.startswith((b"data: [DONE]", b"HTTP/1.1 4", b"HTTP/1.1 5")):
