@@ -86,8 +86,8 @@ def test_every_field_of_a_request_has_a_bound() -> None:
 def test_every_status_code_and_reason_is_listed_once() -> None:
     rows = table("### Status codes")
     assert sorted(code for code, *_ in rows) == sorted({code.name for code in rpc.STATUS_CODES.values()})
-    text = " ".join(section("### Status codes").split())
-    inner = re.search(r"([A-Z_, ]+ and [A-Z_]+) are said between the services only", text)
+    words = " ".join(section("### Status codes").split())
+    inner = re.search(r"([A-Z_, ]+ and [A-Z_]+) are said between the services only", words)
     assert inner is not None
     listed = [reason for _, reasons, _ in rows for reason in reasons.split(", ")]
     listed += re.split(r", | and ", inner[1].strip())
