@@ -169,8 +169,11 @@ def _describe_errors(app: FastAPI) -> None:
 
     async def on_body(_: Request, error: Exception) -> Response:
         assert isinstance(error, BodyError)  # noqa: S101
-        response = plain_error_response(error.status, error.message, error.code)
-        return UnreadResponse(response) if error.status in (408, 413, 503) else response
+        is_unread = error.status in (408, 413, 503)
+        close = {"Connection": "close"} if is_unread else None
+        response = plain_error_response(error.status, error.message, error.code, close)
+        # who was too slow once would only be waited for again
+        return UnreadResponse(response) if is_unread and error.status != 408 else response
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101

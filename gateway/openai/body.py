@@ -89,14 +89,14 @@ class BodyReader:
 
 
 class UnreadResponse(Response):
-    """A response to a body that was not read to its end, which closes the connection.
+    """A response to a body that was not read to its end, before its connection is closed.
 
     Most clients send all of a body before they look at the response, and a connection that is closed while they do
     takes it away from them. So the rest is read and dropped for a while.
     """
 
     def __init__(self, response: Response) -> None:
-        super().__init__(response.body, response.status_code, {"Connection": "close"} | dict(response.headers))
+        super().__init__(response.body, response.status_code, dict(response.headers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -72,7 +72,9 @@ async def test_an_error_before_the_first_output_is_a_plain_status(
 ) -> None:
     asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "stream": stream}))
     add = await scheduler.next_add()
-    scheduler.ended(add.handle, FinishReason.ERROR, error=UnavailableError("no executor"))
+    scheduler.ended(
+        add.handle, FinishReason.ERROR, error=UnavailableError("no executor", reason=ErrorReason.NO_EXECUTOR)
+    )
     response = await asked
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert response.json()["error"]["code"] == "no_executor"
