@@ -113,6 +113,7 @@ class StepWatchdog:
             ran_s=round(ran_s, 3),
             timeout_s=self.timeout_s(launched),
             exit_status=EXIT_STEP_TIMEOUT,
+            waits_for=self._runner.device.describe_wait(),
             stacks=_stacks(),
         )
         self._end_process(EXIT_STEP_TIMEOUT)

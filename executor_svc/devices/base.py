@@ -170,5 +170,9 @@ class Device(abc.ABC):
     def reset(self) -> None:
         """Forgets every request and zeroes KV memory and `last_token`; for a new lease. Nothing is in flight."""
 
+    def describe_wait(self) -> str:
+        """What a step that does not return may wait for, in words, for the log; empty where there is nothing to say."""
+        return ""
+
     def close(self) -> None:  # noqa: B027 - most devices hold nothing that outlives the object
         """Frees what the process would not free by ending."""

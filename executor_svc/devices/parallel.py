@@ -92,6 +92,9 @@ class ParallelDevice(Device):
         self._requests.clear()
         self._ranks.send(Frame("reset"))
 
+    def describe_wait(self) -> str:
+        return self._ranks.describe()
+
     def close(self) -> None:
         self._ranks.close()
         self._local.close()

@@ -43,6 +43,8 @@ LOAD_GRACE_S = 3.0
 A collective of rank 0 fails as soon as its peer is gone; only waiting to meet a rank that is gone does not.
 """
 
+_STATES = {"R": "computes", "S": "waits", "D": "waits for the system", "T": "is stopped", "Z": "has ended"}
+
 FAIL_GRACE_S = 1.0
 """When a step failed on rank 0: how soon the rank that made it fail must be known to have ended."""
 
@@ -115,6 +117,10 @@ class RankProcesses:
             self._end_process(EXIT_STEP_TIMEOUT)
         raise InternalError(f"a step failed among ranks that are in step no more: {error}") from error
 
+    def describe(self) -> str:
+        """What each rank does now, as far as the system tells: one that is stopped or waits for a disk shows here."""
+        return "; ".join(f"rank {rank.number} (process {rank.process.pid}) {rank.state()}" for rank in self._ranks)
+
     def close(self) -> None:
         """Ends the ranks in order, after the steps that they were told; kills one that takes too long."""
         with self._changed:
@@ -178,6 +184,15 @@ class _Rank:
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         words = f": {self._last_words}" if self._last_words else ""
         return f"rank {self.number} (process {self.process.pid}) {how}{words}"
+
+    def state(self) -> str:
+        """Of its process, for people."""
+        try:
+            stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "is in a state that this system does not tell"
+        letter = stat.rpartition(")")[2].split()[0]
+        return _STATES.get(letter, f"is in state {letter}")
 
     def close(self) -> None:
         try:

@@ -45,7 +45,7 @@ class Executor:
         self.registered: Registered
 
     @classmethod
-    async def start(cls, scheduler: StubScheduler, model: pathlib.Path) -> Executor:
+    async def start(cls, scheduler: StubScheduler, model: pathlib.Path, *arguments: str) -> Executor:
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "holdback.cli", "executor", "--scheduler", scheduler.target),
             *("--model", str(model), "--dtype", "float32", "--tensor-parallel-size", "2", "--num-threads", "2"),
@@ -59,6 +59,7 @@ class Executor:
                 "--num-seqs-buckets",
                 "2",
             ),
+            *arguments,
             stderr=asyncio.subprocess.PIPE,
         )
         executor = cls(child)
@@ -114,6 +115,23 @@ async def test_a_rank_that_is_killed_between_steps_ends_the_executor_within_seco
         (lost,) = [line for line in lines if line["event"] == "rank_lost"]
         assert (lost["level"], lost["rank"], lost["exit_status"]) == ("critical", 1, 3)
         assert lost["reason"] == f"rank 1 (process {executor.rank_pid}) was ended by SIGKILL"
+    finally:
+        executor.kill()
+
+
+async def test_a_rank_that_is_stopped_in_a_step_is_named_when_the_watchdog_ends_the_executor(
+    scheduler: StubScheduler, steps: Steps, tiny_model: pathlib.Path
+) -> None:
+    executor = await Executor.start(scheduler, tiny_model, "--min-step-timeout-s", "3")
+    try:
+        async with Drive(executor.registered.info) as drive:
+            await drive.accepted()
+            os.kill(executor.rank_pid, signal.SIGSTOP)
+            await drive.send(steps.new("r", PROMPT, blocks=[1, 2, 3], padded=8, sampling=GREEDY))
+            lines = await executor.end()
+        assert executor.child.returncode == 3
+        (late,) = [line for line in lines if line["event"] == "step_timed_out"]
+        assert late["waits_for"] == f"rank 1 (process {executor.rank_pid}) is stopped"
     finally:
         executor.kill()
 
