@@ -23,6 +23,10 @@ from executor_svc.step_sampling import SampledRows, SamplingRows, SamplingTables
 from holdback.buckets import blocks_for
 from holdback.types import Phase
 
+EXPERTS = "batched_mm"
+"""Experts as products over the chosen ones of each token: static, and of core operations. `grouped_mm` sorts tokens by
+expert, and no Neuron compiler sorts."""
+
 NUM_ROW_INTS = 4
 NUM_ROW_FLOATS = 8
 
@@ -61,6 +65,12 @@ class StepTensors(NamedTuple):
 
 
 Step = Callable[[StepState, StepTensors], SampledRows]
+
+
+def use_static_experts(model: LoadedModel) -> None:
+    """Chooses `EXPERTS` in a model that has experts; in any other it changes nothing."""
+    if model.module._can_set_experts_implementation():
+        model.module.set_experts_implementation(EXPERTS)
 
 
 def num_context_blocks(key: GraphKey, block_size: int) -> int:

@@ -34,7 +34,6 @@ from executor_svc.compile_cache import describe_graph
 from executor_svc.config import ExecutorConfig, build_limits
 from executor_svc.devices.base import GraphKey
 from executor_svc.devices.compiled import CompiledDevice, GraphSettings
-from executor_svc.devices.neuron import use_static_experts
 from executor_svc.graphs import graph_inputs
 from executor_svc.model_probe import find_layers
 from executor_svc.models import LoadedModel
@@ -110,7 +109,6 @@ def build_device(name: str, config: Any, settings: dict[str, Any], recorder: Rec
     module = auto_class.from_config(config, attn_implementation=attention.IMPLEMENTATION, dtype=torch.bfloat16)
     info = ModelInfo(name, name, config.vocab_size, (2,), config.max_position_embeddings)
     model = LoadedModel(module.eval().requires_grad_(False), config.num_hidden_layers, info)
-    use_static_experts(model)
     return CompiledDevice(
         model, find_layers(model), choose_limits(info, settings), GraphSettings(torch.device("cpu"), recorder)
     )

@@ -35,6 +35,7 @@ from executor_svc.step_graph import (
     forbidding_compilation,
     make_step,
     num_context_blocks,
+    use_static_experts,
 )
 from executor_svc.step_sampling import MAX_LOGPROBS, SampledRows
 from holdback.types import ExecutorLimits, Phase, RequestSpec, SamplingParams, TokenLogprobs
@@ -93,7 +94,7 @@ class CompiledDevice(Device):
     """A model whose every step is one compiled graph. A kind of device that is served is a subclass with its name.
 
     Args:
-        model: checked (`model_probe`), and on the device already.
+        model: checked (`model_probe`), and on the device already; its experts are made static.
         layers: what each layer keeps in KV memory.
         limits: checked, with context buckets.
         settings: how its graphs are made.
@@ -110,6 +111,7 @@ class CompiledDevice(Device):
         self.model = model.info
         self.limits = limits
         self._settings = settings
+        use_static_experts(model)
         num_top = min(settings.max_logprobs, self.model.vocab_size)
         self._steps: dict[GraphKey, Step] = {
             key: compile_step(make_step(model, key, num_top), key, settings.backend) for key in self.declared_graphs()

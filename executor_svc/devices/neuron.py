@@ -1,14 +1,12 @@
 """The `neuron` device: compiled steps on a NeuronCore of Trainium 2 or 3, through torch-neuronx in its native form.
 
 Nothing of it is special to Neuron but this file and `neuron_config`: where tensors are (`DEVICE`), what compiles graphs
-(`BACKEND`), what the runtime says of itself, and which of the experts' implementations is used. What of this has never
-run on a device is said in `docs/neuron.md`.
+(`BACKEND`), and what the runtime says of itself. What of this has never run on a device is said in `docs/neuron.md`.
 """
 
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +38,6 @@ DEVICE = "neuron"
 BACKEND: str | Callable[..., Any] = "neuron"
 """The backend of `torch.compile` that torch-neuronx registers."""
 
-EXPERTS = "batched_mm"
-"""Experts as products over the chosen ones of each token: static, and of core operations. `grouped_mm` sorts tokens by
-expert, and no Neuron compiler sorts."""
-
 
 class NeuronDevice(CompiledDevice):
     """A model on one NeuronCore."""
@@ -64,7 +58,6 @@ def load_neuron_device(config: ExecutorConfig, cache: CompileCache) -> NeuronDev
     model = load_model(config.model, config.dtype, config.max_model_len)
     layers = find_layers(model)
     check_logits(model, layers)
-    use_static_experts(model)
     model.module.to(DEVICE)
     bytes_per_block = block_bytes(layers, config.block_size, model.module.dtype)
     shape = KVShape(bytes_per_block, config.block_size, model.info.max_model_len)
@@ -105,14 +98,6 @@ def measure_memory(config: ExecutorConfig, model: LoadedModel) -> DeviceMemory:
         raise ConfigError("neuron_memory_bytes is not set, and the Neuron runtime reports no size of its memory")
     used = max(int(runtime.memory_allocated()), int(runtime.memory_reserved()))
     return DeviceMemory(total, max(used, weights), weights)
-
-
-def use_static_experts(model: LoadedModel) -> None:
-    """Chooses `EXPERTS` in a model that has experts."""
-    if model.module._can_set_experts_implementation():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.module.set_experts_implementation(EXPERTS)
 
 
 def _memory_settings(config: ExecutorConfig) -> KVMemorySettings:

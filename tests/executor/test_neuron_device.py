@@ -177,7 +177,7 @@ def test_the_device_serves_a_model_where_another_device_and_backend_stand_in(
     backend = CountingBackend()
     monkeypatch.setattr(neuron, "DEVICE", "cpu")
     monkeypatch.setattr(neuron, "BACKEND", backend)
-    monkeypatch.setattr(neuron_config.os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     directory = save_model(tmp_path / "model", llama_config(max_position_embeddings=512))
     config = load(
         model=directory,
@@ -198,7 +198,7 @@ def test_the_device_serves_a_model_where_another_device_and_backend_stand_in(
         assert len(backend.graphs) == len(device.declared_graphs()) == 5
         assert device.compiled is not None
         assert (device.compiled.num_hits, device.compiled.num_misses) == (0, 5)
-        assert neuron_config.os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"].startswith(str(tmp_path / "cache"))
+        assert os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"].startswith(str(tmp_path / "cache"))
         step = with_graph(device, prefill_step(device, [5, 6, 7], [1], params=None))
         assert (step.key.phase, step.key.size, step.key.context) == (Phase.PREFILL, 512, 0)
         device.collect(device.launch(step))

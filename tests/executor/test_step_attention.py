@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ import torch
 
 from executor_svc.devices import compiled
 from executor_svc.devices.base import Device, StepInputs
-from executor_svc.devices.neuron import use_static_experts
-from executor_svc.models import LoadedModel
-from tests.executor import compiled_models
 from tests.executor.compiled_models import CountingBackend, build_compiled
 from tests.executor.model_families import FAMILIES, save_family
 from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step, with_graph
@@ -26,14 +21,6 @@ TABLES = [[5, 9, 2, 30, 11, 12, 1, 20], [21, 22, 23, 24]]
 def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same step, run as it is written; that graphs compute what they were traced from is not asked here."""
     monkeypatch.setattr(compiled, "compile_step", lambda step, key, backend: step)
-    load: Callable[..., LoadedModel] = compiled_models.load_model
-
-    def load_for_a_device(*arguments: Any, **settings: Any) -> LoadedModel:
-        model = load(*arguments, **settings)
-        use_static_experts(model)
-        return model
-
-    monkeypatch.setattr(compiled_models, "load_model", load_for_a_device)
 
 
 def logprobs(device: Device, inputs: StepInputs) -> torch.Tensor:
@@ -63,8 +50,8 @@ def test_each_family_agrees_with_the_cpu_device_over_chunks_a_hit_and_decodes(
         answers = [logprobs(device, prefill_step(device, prompt[18:], TABLES[0], start=18))]
         shared = [*TABLES[0][:2], *TABLES[1]]
         answers.append(logprobs(device, prefill_step(device, other[8:], shared, start=8, slot=1)))
-        for step in range(3):
-            lengths = [len(prompt) + step, len(other) + step]
+        for output in range(3):
+            lengths = [len(prompt) + output, len(other) + output]
             answers.append(logprobs(device, decode_step(device, lengths, [TABLES[0], shared], [0, 1])))
         found.append(answers)
         device.close()
