@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 
 from executor_svc.cache_directory import CacheDirectoryError, prepare_directory, user_directory
 
@@ -61,9 +62,14 @@ def build(directory: pathlib.Path | None = None, *, is_required: bool = False) -
         return path, False
     with tempfile.TemporaryDirectory(dir=directory) as aside:
         made = pathlib.Path(aside) / path.name
-        _run([compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(made)])
+        compile_kernels(made)
         made.replace(path)  # at once, so that another process never loads half a file
     return path, True
+
+
+def compile_kernels(path: pathlib.Path, flags: Sequence[str] = FLAGS) -> None:
+    """Writes the library to `path`. Raises BuildError."""
+    _run([_find_compiler(), *flags, str(SOURCES / "kernels.cpp"), "-o", str(path)])
 
 
 def _has_compiler() -> bool:

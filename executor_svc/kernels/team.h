@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <condition_variable>
 #include <cstdint>
@@ -153,6 +154,7 @@ class Team {
     const int64_t each = std::max(grain, (count + kMaxShares - 1) / kMaxShares);
     const int shares = static_cast<int>((count + each - 1) / each);
     const auto do_share = [&](int share, int next) {
+      stall();
       const int64_t end = std::min((share + 1) * each, count), behind = std::min(next * each, count);
       for (int64_t i = share * each; i < end; ++i) do_item(i, i + 1 < end ? i + 1 : behind);
       finish(operation, share, shares);
@@ -193,6 +195,15 @@ class Team {
   struct alignas(64) Place {
     std::atomic<int> operation{INT_MAX};  // what the thread may still read and write; before it enters, nothing
   };
+
+  // For tests: now and then a thread is away for long after it took a share.
+  static void stall() {
+#ifdef HOLDBACK_STALLS
+    static std::atomic<unsigned> count{0};
+    if (count.fetch_add(1, std::memory_order_relaxed) % HOLDBACK_STALLS == 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+#endif
+  }
 
   void publish(const Member& member, int number) {
     if (number > member.entered) at_[member.index].operation.store(number, std::memory_order_release);

@@ -14,7 +14,7 @@ from executor_svc import kernels
 from executor_svc.attention import AttentionCall, PagedContext
 from executor_svc.fast_model import FusedLayers, PackedLinear
 from executor_svc.kernels import NativeKernels, load_kernels
-from executor_svc.kernels.build import BuildError, build, find_missing_features
+from executor_svc.kernels.build import FLAGS, BuildError, build, compile_kernels, find_missing_features
 from executor_svc.kv_cache import KVCache, LayerShape
 from executor_svc.processors import default_num_threads
 from holdback.types import Phase
@@ -238,6 +238,37 @@ def test_in_fused_layers_a_row_has_the_same_bits_alone_and_in_a_batch(llama: pat
         alone = device.collect(device.launch(decode_step(device, [lengths[slot]], [tables[slot]], [slot])))
         assert alone.logprobs[0] == together[slot]
     device.close()
+
+
+@pytest.fixture(scope="module")
+def stalling_library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The kernels compiled so that each 97th share waits for 300 us once a thread has taken it."""
+    path = tmp_path_factory.mktemp("stalling") / "kernels.so"
+    flags = [flag for flag in FLAGS if flag != "-O3"]
+    compile_kernels(path, [*flags, "-O1", "-DHOLDBACK_STALLS=97"])
+    return path
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_threads_that_are_held_up_change_no_bit(
+    tmp_path: pathlib.Path, stalling_library: pathlib.Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """Others do their shares again, and they come back to operations that are over."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "max_position_embeddings": 256}
+    directory = save_model(tmp_path / "six", wide_llama(**wide))
+    monkeypatch.setattr(kernels, "build", lambda *_, **__: (stalling_library, False))
+    found: dict[int, list[Any]] = {}
+    for threads, repetitions in ((1, 1), (num_threads, 15)):
+        device = build_device(
+            directory, dtype="bfloat16", num_threads=threads, num_blocks=65, num_batched_tokens_buckets=(8, 16, 128)
+        )
+        found[threads] = []
+        for _ in range(repetitions):
+            prefill = prefill_step(device, token_ids(100), list(range(32, 58)))
+            found[threads].append([device.collect(device.launch(prefill)).logprobs, run_logits(device, [11, 6, 16])])
+        device.close()
+    assert all(result == found[1][0] for result in found[num_threads])
 
 
 @needs_kernels
