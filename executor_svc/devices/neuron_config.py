@@ -5,8 +5,11 @@ The Neuron runtime reads the environment when it is loaded, so everything here h
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
+import shutil
+import tempfile
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
@@ -29,8 +32,8 @@ log = structlog.get_logger(__name__)
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES = "NEURON_RT_NUM_CORES"
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
-CACHE_FOLDERS = {"TORCH_NEURONX_NEFF_CACHE_DIR": "neff", "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": "locks"}
-"""Variables of torch-neuronx, and the folders of ours that they name: of compiled graphs, and of its locks."""
+COMPILED_FOLDER = "TORCH_NEURONX_NEFF_CACHE_DIR"
+LOCK_FOLDER = "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR"
 
 CONTEXT_MULTIPLE = 128
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 512, 4096
@@ -62,7 +65,7 @@ def create_neuron_device(config: ExecutorConfig) -> NeuronDevice:
         flags=os.environ.get(COMPILER_FLAGS, "").split(),
     )
     cache = CompileCache(config.compile_cache, identity, is_required=config.require_cached)
-    name_cache(cache.folder, os.environ)
+    name_cache(cache.folder, os.environ, is_read_only=config.require_cached)
     from executor_svc.devices.neuron import load_neuron_device
 
     return load_neuron_device(config, cache)
@@ -145,18 +148,26 @@ def parse_cores(named: str) -> list[int]:
     return cores
 
 
-def name_cache(folder: pathlib.Path, environment: MutableMapping[str, str]) -> None:
+def name_cache(folder: pathlib.Path, environment: MutableMapping[str, str], *, is_read_only: bool = False) -> None:
     """Has torch-neuronx keep what it compiles in a folder of our compile cache. Raises ConfigError.
 
     Args:
-        folder: of the artifacts.
+        folder: of the artifacts. Locks lie beside it, for they come and go.
         environment: of this process, before torch-neuronx is loaded.
+        is_read_only: nothing may be written there; locks, which it makes all the same, then go to a folder of this
+            process that ends with it.
     """
-    for name, part in CACHE_FOLDERS.items():
-        path = str(folder / part)
-        if environment.get(name, path) != path:
-            raise ConfigError(f"{name} is {environment[name]!r}; allowed: unset, for compile_cache decides it")
-        environment[name] = path
+    path = str(folder / "neff")
+    if environment.get(COMPILED_FOLDER, path) != path:
+        found = environment[COMPILED_FOLDER]
+        raise ConfigError(f"{COMPILED_FOLDER} is {found!r}; allowed: unset, for compile_cache decides it")
+    environment[COMPILED_FOLDER] = path
+    if is_read_only:
+        locks = tempfile.mkdtemp(prefix="holdback-locks-")
+        atexit.register(shutil.rmtree, locks, ignore_errors=True)
+        environment[LOCK_FOLDER] = locks
+    else:
+        environment[LOCK_FOLDER] = str(folder.with_name("locks"))
 
 
 def _target() -> str:

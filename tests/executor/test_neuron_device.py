@@ -109,11 +109,21 @@ def test_fewer_cores_than_ranks_are_refused() -> None:
 
 def test_the_compile_cache_is_the_only_one() -> None:
     environment: dict[str, str] = {}
-    name_cache(pathlib.Path("/cache"), environment)
-    assert environment["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache/neff"
-    name_cache(pathlib.Path("/cache"), environment)  # a second device of the same process
-    with pytest.raises(ConfigError, match="TORCH_NEURONX_NEFF_CACHE_DIR is '/cache/neff'; allowed: unset"):
+    folder = pathlib.Path("/cache/artifacts")
+    name_cache(folder, environment)
+    assert environment["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache/artifacts/neff"
+    assert environment["TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR"] == "/cache/locks"
+    name_cache(folder, environment)  # a second device of the same process
+    with pytest.raises(ConfigError, match="TORCH_NEURONX_NEFF_CACHE_DIR is '/cache/artifacts/neff'; allowed: unset"):
         name_cache(pathlib.Path("/other"), environment)
+
+
+def test_locks_of_a_cache_that_may_not_be_written_to_go_elsewhere() -> None:
+    environment: dict[str, str] = {}
+    name_cache(pathlib.Path("/cache/artifacts"), environment, is_read_only=True)
+    locks = pathlib.Path(environment["TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR"])
+    assert locks.is_dir()
+    assert not locks.is_relative_to("/cache")
 
 
 # The runtime
