@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdback.answers import Choice, Generation, Model, Piece
-    from holdback.client import AsyncClient, GenerationStream
+    from holdback.client import AsyncClient
     from holdback.errors import (
         AlreadyExistsError,
         ConfigError,
@@ -27,14 +27,18 @@ if TYPE_CHECKING:
         UnauthenticatedError,
         UnavailableError,
     )
-    from holdback.options import GenerateOptions
+    from holdback.options import ChatOptions, GenerateOptions
+    from holdback.streaming import GenerationStream
+    from holdback.sync_client import Client, SyncGenerationStream
     from holdback.tls import Tls
     from holdback.types import FinishReason, ModelInfo, TokenLogprobs, Usage
 
 __all__ = [
     "AlreadyExistsError",
     "AsyncClient",
+    "ChatOptions",
     "Choice",
+    "Client",
     "ConfigError",
     "DeadlineExceededError",
     "ErrorReason",
@@ -52,6 +56,7 @@ __all__ = [
     "Piece",
     "RequestAbortedError",
     "ResourceExhaustedError",
+    "SyncGenerationStream",
     "Tls",
     "TokenLogprobs",
     "UnauthenticatedError",
@@ -61,8 +66,10 @@ __all__ = [
 
 _MODULES = {
     "answers": ("Choice", "Generation", "Model", "Piece"),
-    "client": ("AsyncClient", "GenerationStream"),
-    "options": ("GenerateOptions",),
+    "client": ("AsyncClient",),
+    "options": ("ChatOptions", "GenerateOptions"),
+    "streaming": ("GenerationStream",),
+    "sync_client": ("Client", "SyncGenerationStream"),
     "tls": ("Tls",),
     "types": ("FinishReason", "ModelInfo", "TokenLogprobs", "Usage"),
 }

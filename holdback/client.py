@@ -1,9 +1,9 @@
-"""The SDK: `AsyncClient` talks to any gateway.
+"""The SDK: `AsyncClient` talks to any gateway. `Client` (`holdback.sync_client`) is the same for plain threads.
 
     async with AsyncClient("127.0.0.1:50051") as client:
         answer = await client.generate("The capital of France is", max_tokens=8)
         print(answer.text)
-        async for piece in client.stream(messages=[{"role": "user", "content": "Hello!"}]):
+        async for piece in client.chat_stream([{"role": "user", "content": "Hello!"}]):
             print(piece.text, end="")
 
 Everything that goes wrong is raised as an exception of `holdback.errors`.
@@ -12,18 +12,20 @@ Everything that goes wrong is raised as an exception of `holdback.errors`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
 import grpc.aio
 
-from holdback import codec, rpc
-from holdback.answers import Generation, Model, Piece, decode_choice, decode_model, stop_string, stop_token_id
-from holdback.errors import InternalError, InvalidArgumentError, RequestAbortedError
+from holdback import codec
+from holdback.answers import Generation, Model, decode_choice, decode_model
+from holdback.endpoints import Endpoint, Endpoints, check_addresses, metadata_of
+from holdback.errors import InvalidArgumentError, NotFoundError, RequestAbortedError
 from holdback.options import (
+    ChatOptions,
     GenerateOptions,
     Message,
     encode_generation,
@@ -31,125 +33,58 @@ from holdback.options import (
     refuse_second_input,
     set_field,
 )
+from holdback.retries import Backoff, Deadline, Failure, check_count
+from holdback.streaming import GenerationStream, StreamCall, raise_if_closed
 from holdback.tls import NO_TLS, Tls
-from holdback.types import Usage
 from holdback.v1 import inference_pb2, inference_pb2_grpc
 
+__all__ = ["AsyncClient"]
+
 Response = TypeVar("Response")
-
-
-class GenerationStream:
-    """An answer while it comes: an async iterator of pieces.
-
-    The request ends with `close`, with the end of `async with`, and when nothing refers to the stream any more, as
-    after leaving the loop early.
-
-    Attributes:
-        request_id: known with the first piece, as `model`, `seed` and `prompt_tokens`.
-        model: that answers, by its first name.
-        seed: of choice 0.
-        prompt_tokens: tokens of the prompt.
-        usage: None until the answer is complete.
-    """
-
-    def __init__(
-        self, call: grpc.aio.UnaryStreamCall[inference_pb2.GenerateStreamRequest, inference_pb2.GenerateStreamResponse]
-    ) -> None:
-        self.request_id = ""
-        self.model = ""
-        self.seed = 0
-        self.prompt_tokens = 0
-        self.usage: Usage | None = None
-        self._call = call
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Piece:
-        try:
-            # no generator: it would refer to itself, and a loop that is left would go on at the gateway
-            while isinstance(response := await self._call.read(), inference_pb2.GenerateStreamResponse):
-                piece = self._decode(response)
-                if piece is not None:
-                    return piece
-        except grpc.aio.AioRpcError as failure:
-            raise rpc.error_from_rpc(failure) from failure
-        except asyncio.CancelledError:
-            _raise_if_closed()
-            self._call.cancel()
-            raise
-        if self.usage is None:
-            raise InternalError("the gateway ended the stream without saying that it is complete")
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop may be gone already
-            self._call.cancel()
-
-    def close(self) -> None:
-        """Ends the request if it still runs; who iterates over it gets RequestAbortedError."""
-        self._call.cancel()
-
-    def _decode(self, response: inference_pb2.GenerateStreamResponse) -> Piece | None:
-        event = response.WhichOneof("event")
-        if event == "started":
-            started = response.started
-            self.request_id, self.model, self.seed = started.request_id, started.model, started.seed
-            self.prompt_tokens = started.prompt_tokens
-        elif event == "delta":
-            delta = response.delta
-            logprobs = tuple(map(codec.decode_logprobs, delta.logprobs))
-            return Piece(delta.text, delta.index, tuple(delta.token_ids), logprobs)
-        elif event == "end":
-            end = response.end
-            return Piece(
-                index=end.index,
-                finish_reason=codec.decode_finish_reason(end.finish_reason),
-                stop_string=stop_string(end.stop_reason),
-                stop_token_id=stop_token_id(end.stop_reason),
-            )
-        elif event == "finished":
-            self.usage = codec.decode_usage(response.finished.usage)
-        return None
-
-
-def check_address(address: str) -> None:
-    """gRPC itself would take port 65537 for port 1. Raises InvalidArgumentError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise InvalidArgumentError.of("address", address, "host:port, with a port in [1, 65535]")
+Method: TypeAlias = "Callable[[inference_pb2_grpc.InferenceServiceAsyncStub], Callable[..., Awaitable[Response]]]"
 
 
 class AsyncClient:
-    """A client of one gateway. Use it as an async context manager, or `close` it."""
+    """A client of one gateway, or of several that serve the same. Use it as an async context manager, or `close` it."""
 
-    def __init__(self, address: str, *, timeout_s: float | None = None, tls: Tls = NO_TLS) -> None:
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        tls: Tls = NO_TLS,
+        api_key: str | None = None,
+        insecure_api_key: bool = False,
+        max_retries: int = 4,
+        max_resumes: int = 8,
+    ) -> None:
         """
         Args:
-            address: of the gateway, `host:port`.
-            timeout_s: after which a call is given up, at the scheduler too, with DeadlineExceededError; None: never.
-            tls: of the connection; by default there is none.
+            address: of the gateway, `host:port`; or several, which are called in turn; or `dns:///name:port` for all
+                addresses of a name, which are called in turn, too.
+            timeout_s: after which a call is given up, at the scheduler too, with DeadlineExceededError; all tries of
+                it together. None: never.
+            tls: of the connections; by default there is none.
+            api_key: sent with every call.
+            insecure_api_key: allow that it travels without TLS to another machine.
+            max_retries: how often in a row a call is tried again where that is safe; 0 never.
+            max_resumes: how often one stream goes on after it broke; 0 never.
 
         Raises:
-            InvalidArgumentError: the address has no port in [1, 65535], or the timeout is not above 0.
+            InvalidArgumentError: an address has no port in [1, 65535], the timeout is not above 0, or another argument
+                is not allowed.
             ConfigError: a file of `tls` cannot be read, or is none.
         """
-        check_address(address)
+        addresses = check_addresses(address)
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise InvalidArgumentError.of("timeout_s", timeout_s, "a number above 0")
+        check_count("max_retries", max_retries)
+        check_count("max_resumes", max_resumes)
         self._timeout_s = timeout_s
-        self._channel = rpc.create_channel(address, tls)
-        self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
-            self._channel
-        )
+        self._max_retries = max_retries
+        self._max_resumes = max_resumes
+        self._metadata = metadata_of(api_key, addresses, tls, insecure=insecure_api_key)
+        self._endpoints = Endpoints(addresses, tls)
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,8 +95,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends calls that still run, and the connection."""
-        await self._channel.close()
+        """Ends calls that still run, and the connections."""
+        await self._endpoints.close()
 
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
         """Generates and returns the complete answer.
@@ -172,10 +107,12 @@ class AsyncClient:
 
         Raises:
             InvalidArgumentError: a field is wrong; it says which, its value and what is allowed.
+            UnavailableError: nothing can serve it, or its connection was lost when it may have begun; a stream would
+                have gone on.
             HoldbackError: any other of `holdback.errors`.
         """
         request = inference_pb2.GenerateRequest(generation=encode_generation(prompt, options))
-        response = await self._call(self._stub.Generate(request, timeout=self._timeout_s))
+        response: inference_pb2.GenerateResponse = await self._call(lambda stub: stub.Generate, request, repeats=False)
         return Generation(
             request_id=response.request_id,
             model=response.model,
@@ -188,14 +125,39 @@ class AsyncClient:
         """Generates and returns the answer piece by piece: `async for piece in client.stream("..."): ...`.
 
         Takes what `generate` takes; what `generate` raises is raised by the iteration, except for a field that cannot
-        be sent at all.
+        be sent at all. A stream of several choices (`n`) cannot go on after it broke: it raises UnavailableError.
         """
-        request = inference_pb2.GenerateStreamRequest(generation=encode_generation(prompt, options))
-        return GenerationStream(self._stub.GenerateStream(request, timeout=self._timeout_s))
+        deadline = Deadline(self._timeout_s)
+        return GenerationStream(
+            encode_generation(prompt, options),
+            functools.partial(self._start_stream, deadline),
+            Backoff(self._max_retries, deadline),
+            max_resumes=self._max_resumes,
+        )
+
+    async def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation:
+        """The answer to a conversation: `await client.chat([{"role": "user", "content": "Hello!"}])`.
+
+        As `generate`, whose `messages` these are.
+        """
+        return await self.generate(messages=messages, **options)
+
+    def chat_stream(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> GenerationStream:
+        """The answer to a conversation, piece by piece. As `stream`, whose `messages` these are."""
+        return self.stream(messages=messages, **options)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request that the gateway runs. Raises NotFoundError for any other id."""
-        await self._call(self._stub.Abort(inference_pb2.AbortRequest(request_id=request_id), timeout=self._timeout_s))
+        """Ends a request that a gateway runs. Raises NotFoundError for any other id.
+
+        Every address is asked. Of the gateways behind one name of the DNS only one is asked: to end a
+        stream of your own, close it.
+        """
+        request = inference_pb2.AbortRequest(request_id=request_id)
+        asking = [self._call(lambda stub: stub.Abort, request, endpoint=endpoint) for endpoint in self._endpoints]
+        results: list[object] = await asyncio.gather(*asking, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if len(errors) == len(results):
+            raise min(errors, key=lambda error: isinstance(error, NotFoundError))
 
     async def tokenize(
         self, text: str | None = None, *, messages: Sequence[Message] | None = None, model: str = ""
@@ -207,40 +169,59 @@ class AsyncClient:
         if messages is not None:
             refuse_second_input(request.WhichOneof("input"))
             request.chat.CopyFrom(encode_messages(messages))
-        response = await self._call(self._stub.Tokenize(request, timeout=self._timeout_s))
+        response: inference_pb2.TokenizeResponse = await self._call(lambda stub: stub.Tokenize, request)
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", keep_special_tokens: bool = False) -> str:
         """Text of token ids; bytes that form no character are U+FFFD."""
         request = inference_pb2.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
         set_field(request, "token_ids", token_ids)
-        response = await self._call(self._stub.Detokenize(request, timeout=self._timeout_s))
+        response: inference_pb2.DetokenizeResponse = await self._call(lambda stub: stub.Detokenize, request)
         return response.text
 
     async def models(self) -> list[Model]:
         """The models that the gateway serves, in the order of its configuration."""
         request = inference_pb2.ListModelsRequest()
-        response = await self._call(self._stub.ListModels(request, timeout=self._timeout_s))
+        response: inference_pb2.ListModelsResponse = await self._call(lambda stub: stub.ListModels, request)
         return [decode_model(model) for model in response.models]
 
     async def model(self, name: str = "") -> Model:
         """One model by name or alias; empty for the only one. Raises NotFoundError."""
         request = inference_pb2.GetModelRequest(model=name)
-        response = await self._call(self._stub.GetModel(request, timeout=self._timeout_s))
+        response: inference_pb2.GetModelResponse = await self._call(lambda stub: stub.GetModel, request)
         return decode_model(response.model)
 
-    async def _call(self, call: Awaitable[Response]) -> Response:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as failure:
-            raise rpc.error_from_rpc(failure) from failure
-        except asyncio.CancelledError:
-            _raise_if_closed()
-            raise
+    async def _call(
+        self, method: Method[Response], request: Any, *, repeats: bool = True, endpoint: Endpoint | None = None
+    ) -> Response:
+        """Calls a method until it answers or may not be tried again.
 
+        Args:
+            repeats: it does no harm to call it again when it may have been answered already.
+            endpoint: to call; None for the one whose turn it is.
+        """
+        deadline = Deadline(self._timeout_s)
+        backoff = Backoff(self._max_retries, deadline)
+        while True:
+            try:
+                call = method((endpoint or self._next_endpoint()).stub)
+                return await call(request, timeout=deadline.left_s, metadata=self._metadata)
+            except grpc.aio.AioRpcError as failed:
+                failure = Failure.of(failed)
+                if not failure.was_not_taken and not failure.was_lost:
+                    raise failure.error from failed
+                if not failure.was_not_taken and not repeats:
+                    raise failure.explain("the generation may have begun, so it is not tried again") from failed
+                await asyncio.sleep(backoff.wait_after(failure.error))
+            except asyncio.CancelledError:
+                raise_if_closed()
+                raise
 
-def _raise_if_closed() -> None:
-    """gRPC cancels the awaiting task when a call or client is closed; nobody has asked that task to stop."""
-    task = asyncio.current_task()
-    if task is not None and not task.cancelling():
-        raise RequestAbortedError("the call was closed on this side") from None
+    def _start_stream(self, deadline: Deadline, request: inference_pb2.GenerateStreamRequest) -> StreamCall:
+        stub = self._next_endpoint().stub
+        return stub.GenerateStream(request, timeout=deadline.left_s, metadata=self._metadata)
+
+    def _next_endpoint(self) -> Endpoint:
+        if self._endpoints.is_closed:
+            raise RequestAbortedError("the client is closed")
+        return self._endpoints.next()

@@ -27,9 +27,10 @@ class ChatOptions(TypedDict, total=False):
         echo: the text starts with the prompt; False by default.
         priority: in [-128, 127], 0 by default; lower is served first where the pool's policy is `priority`.
         cache_salt: at most 256 bytes; cached blocks are shared between requests of equal salt only.
-        output_token_ids: outputs received before a stream broke, to go on after them, which a client does by itself;
-            needs its `seed`, and `n` 1. What follows equals what was lost where logits are bit-equal. In bfloat16 they are nearly so, since these outputs
-            are computed as a prompt: with a temperature above 0, and rarely with 0, other tokens can follow.
+        output_token_ids: outputs received before a stream broke, to go on after them, which the streams of a client do
+            by themselves; needs its `seed`, and `n` 1. What follows equals what was lost where logits are bit-equal. In
+            bfloat16 they are nearly so, since these outputs are computed as a prompt: with a temperature above 0, and
+            rarely with 0, other tokens can follow.
         temperature: in [0, 1000], 1 by default; 0 is greedy.
         top_k: keep the k most likely tokens, >= 1; 0 and -1 keep all, which is the default.
         top_p: in [0, 1], 1 by default; 0 keeps exactly the most likely token.

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import holdback
-from holdback import answers, client, errors, options, tls, types
+from holdback import answers, client, errors, options, streaming, sync_client, tls, types
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -32,9 +32,10 @@ def test_the_client_loads_grpc_and_no_torch() -> None:
 
 
 def test_every_public_name_is_that_of_its_module() -> None:
+    modules = (answers, client, errors, options, streaming, sync_client, tls, types)
     for name in holdback.__all__:
         value = getattr(holdback, name)
-        assert value.__module__ in {module.__name__ for module in (answers, client, errors, options, tls, types)}
+        assert value.__module__ in {module.__name__ for module in modules}
         assert value.__name__ == name
 
 

@@ -1,0 +1,113 @@
+"""The gateways that a client calls: their addresses, a channel to each, and whose turn it is."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from holdback import rpc
+from holdback.errors import InvalidArgumentError
+from holdback.tls import Tls
+from holdback.v1 import inference_pb2_grpc
+
+MAX_API_KEY_BYTES = 4096
+_DNS = re.compile(r"dns:(//[^/]*/)?")
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One address with its channel; behind a name of the DNS there may be several gateways."""
+
+    address: str
+    channel: grpc.aio.Channel
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub
+
+    @property
+    def is_down(self) -> bool:
+        """The last attempt to connect failed, and the time for the next one has not come."""
+        return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+
+class Endpoints:
+    """All addresses of one client."""
+
+    def __init__(self, addresses: Sequence[str], tls: Tls) -> None:
+        self._all = [_connect(address, tls) for address in addresses]
+        self._turn = 0
+        self.is_closed = False
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._all)
+
+    def next(self) -> Endpoint:
+        """Each in turn, those that are down only when all are."""
+        in_order = self._all[self._turn :] + self._all[: self._turn]
+        chosen = next((endpoint for endpoint in in_order if not endpoint.is_down), in_order[0])
+        self._turn = (self._all.index(chosen) + 1) % len(self._all)
+        return chosen
+
+    async def close(self) -> None:
+        self.is_closed = True
+        for endpoint in self._all:
+            await endpoint.channel.close()
+
+
+def check_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses of a client, each `host:port` or `dns:///name:port`. Raises InvalidArgumentError."""
+    addresses = (address,) if isinstance(address, str) else tuple(address)
+    if not addresses:
+        raise InvalidArgumentError.of("address", "[]", "at least one address")
+    for one in addresses:
+        check_address(one)
+    return addresses
+
+
+def check_address(address: str) -> None:
+    """gRPC itself would take port 65537 for port 1. Raises InvalidArgumentError."""
+    host, port = split_address(address)
+    if not host or not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65535:
+        raise InvalidArgumentError.of("address", address, "host:port or dns:///name:port, with a port in [1, 65535]")
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Host and port, without what stands before the name in an address of the DNS."""
+    host, _, port = _DNS.sub("", address, count=1).rpartition(":")
+    return host.strip("[]"), port
+
+
+def is_loopback(address: str) -> bool:
+    """Whether what is sent to an address stays on this machine."""
+    host, _ = split_address(address)
+    if _DNS.match(address) is not None:
+        return False  # whatever the name resolves to
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def metadata_of(api_key: str | None, addresses: Sequence[str], tls: Tls, *, insecure: bool) -> Metadata:
+    """What says who calls. Raises InvalidArgumentError, without the key, for a key that is none or would be exposed."""
+    if api_key is None:
+        return ()
+    if not isinstance(api_key, str) or not re.fullmatch(r"[!-~]+", api_key) or len(api_key) > MAX_API_KEY_BYTES:
+        limit = f"1 to {MAX_API_KEY_BYTES} printable ASCII characters without spaces"
+        raise InvalidArgumentError(f"api_key is not shown here; allowed: {limit}", field="api_key", limit=limit)
+    exposed = next((address for address in addresses if not is_loopback(address)), None)
+    if tls.ca is None and exposed is not None and not insecure:
+        limit = "with TLS, to a loopback address, or with insecure_api_key"
+        raise InvalidArgumentError(
+            f"api_key would be sent to {exposed} for all to read; allowed: {limit}", field="api_key", limit=limit
+        )
+    return (("authorization", f"Bearer {api_key}"),)
+
+
+def _connect(address: str, tls: Tls) -> Endpoint:
+    channel = rpc.create_channel(address, tls)
+    return Endpoint(address, channel, inference_pb2_grpc.InferenceServiceStub(channel))
