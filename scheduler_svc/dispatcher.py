@@ -70,7 +70,7 @@ class Dispatcher:
         self._past_prefix_cache = PrefixCacheStats(0, 0)
         self._past_totals = StepTotals()
         self.queue = GlobalQueue(config.scheduling_policy)
-        self.placement = Placement(self.queue, self._submissions, clock, max_moves=config.max_request_moves)
+        self.placement = Placement(self.queue, self._submissions, clock)
         self._deadlines = Deadlines(clock, self._expire, self.placement.wake_chosen)
         self.num_finished = Counter[FinishReason]()
         pool.on_change(self._pool_changed)
@@ -224,7 +224,7 @@ class Dispatcher:
     def _enqueue(self, submission: Submission, model: ModelInfo) -> None:
         submission.request = Request(submission.req_id, submission.spec, model.eos_token_ids)
         self.queue.add(submission)
-        if self.queue.head is submission:
+        if submission in self.queue.heads:
             self.placement.wake_chosen()
 
     # ---- lanes ----
@@ -254,7 +254,8 @@ class Dispatcher:
         for request in lane.core.release_all():
             submission = self._submissions[request.req_id]
             self._unbind(submission, request)
-            submission.num_moves += request.req_id in blamed
+            if request.req_id in blamed:
+                self._count_move(submission)
             if submission.num_moves > self._config.max_request_moves:
                 self._end(submission, FinishReason.ERROR, error=self._too_many_moves(submission))
             else:
@@ -268,7 +269,7 @@ class Dispatcher:
         if self._deadlines.check():
             self.placement.offer(lane)
         else:
-            lane.queue.is_offered = False  # all lanes are asked again once those that expired are out
+            lane.queue.offered = None  # all lanes are asked again once those that expired are out
 
     def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
         """Called by a lane after the `schedule()` that took these requests."""
@@ -308,6 +309,10 @@ class Dispatcher:
         submission.lane = None
         submission.request = request
         submission.queued_since = self._clock.now()
+
+    def _count_move(self, submission: Submission) -> None:
+        submission.num_moves += 1
+        submission.has_used_up_moves = submission.num_moves >= self._config.max_request_moves
 
     def _end_stranded(self, lane: Lane) -> None:
         """A core that failed in the middle of an update may have lost sight of requests; their clients must not."""
@@ -367,7 +372,7 @@ class Dispatcher:
             return
         submission.queued_s += self._clock.now() - submission.queued_since
         self._parked.remove(submission)
-        was_head = self.queue.head is submission
+        was_head = submission in self.queue.heads
         self.queue.remove(submission)
         if was_head:
             self.placement.wake_chosen()

@@ -65,7 +65,7 @@ class LaneOwner(Protocol):
     """What a lane needs of the dispatcher."""
 
     def offer(self, lane: Lane) -> None:
-        """Called before each `schedule()`: offers the head of the global queue if this lane is the one to take it."""
+        """Called before each `schedule()`: offers what this lane may take of the global queue, if it is the one to."""
 
     def bind(self, lane: Lane, req_ids: Sequence[str]) -> None:
         """Called after a `schedule()` that took requests."""
@@ -267,7 +267,7 @@ class Lane:
         self._owner.offer(self)
         self._core_changes()
         output = self.core.schedule()
-        self.queue.is_offered = False
+        self.queue.offered = None
         if output.scheduled_new_reqs:
             self._owner.bind(self, [new.req_id for new in output.scheduled_new_reqs])
         if not output.num_scheduled_tokens:

@@ -1,8 +1,10 @@
 """Which lane takes the head of the queue.
 
-Strictly first come, first served: only the head is ever offered, and to one lane. Of those that accept it now that is
-the one with the least uncached prefill time, then the least load, then the one that was given nothing for longest. It
-may have as many steps in flight as it is allowed; the head then waits for the end of one. A lane whose step takes
+Strictly first come, first served: the head alone is offered, and to one lane. With one exception: where the head has
+used up its moves and may not go to a lane, for another such runs there, that lane may take the first request that has
+not, so that those that never failed do not wait for those that may be at fault. Of the lanes that accept now it is the
+one with the least uncached prefill time, then the least load, then the one that was given nothing for longest. It may
+have as many steps in flight as it is allowed; the head then waits for the end of one. A lane whose step takes
 several times what it should is passed over while another accepts, so that a device that hangs does not hold up all.
 """
 
@@ -25,17 +27,13 @@ class Placement:
     Args:
         queue: whose head is placed.
         submissions: all that live, by `req_id`.
-        max_moves: failed steps that a request survives.
     """
 
-    def __init__(
-        self, queue: GlobalQueue, submissions: Mapping[str, Submission], clock: Clock, *, max_moves: int
-    ) -> None:
+    def __init__(self, queue: GlobalQueue, submissions: Mapping[str, Submission], clock: Clock) -> None:
         self.lanes: list[Lane] = []
         self._queue = queue
         self._submissions = submissions
         self._clock = clock
-        self._max_moves = max_moves
         self._timer: Timer | None = None
         self._num_bound = 0
         self._last_bound: dict[Lane, int] = {}
@@ -53,15 +51,21 @@ class Placement:
         self._num_bound += 1
         self._last_bound[lane] = self._num_bound
 
-    def choose(self) -> Lane | None:
-        """The lane that is to take the head of the queue; None while none accepts it or nothing waits."""
+    def next_for(self, lane: Lane) -> Submission | None:
+        """The request that a lane is to be asked about: the head, or the first with moves left where that is barred."""
         head = self._queue.head
-        if head is None:
-            return None
-        accepting = [lane for lane in self.lanes if self.why_not(head, lane) is None]
+        if head is None or not head.has_used_up_moves or not self._runs_one_without_moves(lane):
+            return head
+        return self._queue.first_with_moves
+
+    def choose(self, submission: Submission) -> Lane | None:
+        """The lane that is to take a request which is next for some; None while none of them accepts it."""
+        accepting = [
+            lane for lane in self.lanes if self.next_for(lane) is submission and self.why_not(submission, lane) is None
+        ]
         if len(accepting) < 2:
             return accepting[0] if accepting else None
-        now, request = self._clock.now(), head.core_request
+        now, request = self._clock.now(), submission.core_request
         in_time = [lane for lane in accepting if lane.late_at is None or now < lane.late_at]
         return min(
             in_time or accepting,
@@ -72,31 +76,32 @@ class Placement:
         """Why a lane does not take a waiting request now; None when it does."""
         if lane.is_draining:
             return "it is draining"
-        if self._has_used_up_moves(submission) and any(
-            self._has_used_up_moves(self._submissions[request.req_id]) for request in lane.core.running
-        ):
+        if submission.has_used_up_moves and self._runs_one_without_moves(lane):
             return "another request there has also used up max_request_moves"
         return lane.why_not(submission.core_request)
 
-    def _has_used_up_moves(self, submission: Submission) -> bool:
-        return submission.num_moves > 0 and submission.num_moves >= self._max_moves
+    def _runs_one_without_moves(self, lane: Lane) -> bool:
+        return any(self._submissions[request.req_id].has_used_up_moves for request in lane.core.running)
 
     def offer(self, lane: Lane) -> None:
-        """Before each `schedule()` of a lane: offers it the head if it is the one to take it."""
-        head = self._queue.head
-        if head is None or self.why_not(head, lane) is not None:
+        """Before each `schedule()` of a lane: offers it what is next for it, if it is the one to take that."""
+        lane.queue.offered = None
+        submission = self.next_for(lane)
+        if submission is None or self.why_not(submission, lane) is not None:
             # The others were woken when something changed that concerns them.
-            lane.queue.is_offered = False
             return
-        chosen = self.choose()
-        lane.queue.is_offered = chosen is lane
-        if chosen is not None and chosen is not lane:
+        chosen = self.choose(submission)
+        if chosen is lane:
+            lane.queue.offered = submission
+        elif chosen is not None:
             self._wake(chosen)
 
     def wake_chosen(self) -> None:
-        chosen = self.choose()
-        if chosen is not None:
-            self._wake(chosen)
+        """What waits in front may have a lane now."""
+        for submission in self._queue.heads:
+            chosen = self.choose(submission)
+            if chosen is not None:
+                self._wake(chosen)
 
     def _wake(self, lane: Lane) -> None:
         """A lane that cannot take the head at once is left to it only as long as its step may reasonably take."""

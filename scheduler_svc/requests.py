@@ -54,6 +54,7 @@ class Submission:
         request: what the core works on; None until the pool's model is known.
         lane: where it runs; None while it waits.
         num_moves: failed steps that it was part of.
+        has_used_up_moves: one more such step ends it; does not change while it waits.
         queued_since: since when it waits, clock seconds; means nothing while it runs.
         queued_s: time waited until then, earlier submissions included.
         first_bound_at: clock seconds; None before.
@@ -73,6 +74,7 @@ class Submission:
     request: Request | None = None
     lane: Lane | None = None
     num_moves: int = 0
+    has_used_up_moves: bool = False
     first_bound_at: float | None = None
     first_token_at: float | None = None
 

@@ -156,6 +156,46 @@ async def test_two_that_have_used_up_their_moves_do_not_share_a_lane(simulate: S
     assert rows_of(other.unanswered[0]) == ["r1"]
 
 
+async def test_those_that_never_failed_do_not_wait_for_those_that_have_used_up_their_moves(simulate: Simulate) -> None:
+    simulation = simulate(max_request_moves=1, async_scheduling=False)
+    for handle in range(2):
+        simulation.submit(handle, build_spec(f"failed {handle}", [20 + handle], max_tokens=4 + handle))
+    lane = simulation.add_lane("first", is_stepped=True, max_num_seqs=2)
+    await settle()
+    await lane.step()
+    await lane.step()
+    await lane.lose(UnavailableError("gone"))  # in a step with both
+    for handle in range(2, 5):
+        simulation.submit(handle, build_spec(f"new {handle}", [20 + handle], max_tokens=8))
+    second = simulation.add_lane("second", is_stepped=True, max_num_seqs=2)
+    await settle()
+    while second.unanswered:
+        await second.step()
+    # Beside the first that failed runs one that did not; the other one that failed is the next, and none passes it.
+    assert simulation.read().started_order == [0, 1, 2, 3, 4]
+    first_rows = [rows_of(step) for step in second.sent if step.scheduled_new_reqs]
+    assert first_rows == [["failed 0"], ["new 2"], ["failed 1"], ["new 3"], ["new 4"]]
+    assert all(not {"failed 0", "failed 1"} <= set(rows_of(step)) for step in second.sent)
+    for handle, max_tokens in enumerate((4, 5, 8, 8, 8)):
+        assert simulation.answers[handle].tokens == answer_of([20 + handle], max_tokens)
+
+
+async def test_one_that_may_not_go_to_a_lane_keeps_its_place_where_it_may(simulate: Simulate) -> None:
+    simulation = simulate(max_request_moves=1, async_scheduling=False)
+    for handle in range(2):
+        simulation.submit(handle, build_spec(f"failed {handle}", [20 + handle], max_tokens=9))
+    lane = simulation.add_lane("first", is_stepped=True)
+    await settle()
+    await lane.step()
+    await lane.step()
+    await lane.lose(UnavailableError("gone"))
+    simulation.submit(2, build_spec("new", [22], max_tokens=9))
+    lanes = [simulation.add_lane(name, is_stepped=True, max_num_seqs=1) for name in ("second", "third")]
+    await settle()
+    assert [rows_of(lane.unanswered[0]) for lane in lanes] == [["failed 0"], ["failed 1"]]
+    assert simulation.dispatcher.num_waiting == 1
+
+
 Tamper = Callable[[ModelRunnerOutput], ModelRunnerOutput]
 
 
