@@ -194,6 +194,18 @@ class Lane:
             self._asked = request, self.core.why_not(request)
         return self._asked[1]
 
+    def why_not_yet(self) -> str | None:
+        """Why no step can be sent, which a request that is let in waits for; None when one can."""
+        if self._may_send or not self._in_flight:
+            return None
+        number, since_s = len(self._in_flight), self._clock.now() - self._oldest_since
+        which = (
+            "its step in flight is not back,"
+            if number == 1
+            else f"its {number} steps in flight are not back, the oldest"
+        )
+        return f"{which} since {since_s:.1f} s"
+
     def uncached_prefill_us(self, request: Request) -> int:
         """Expected time to prefill a request here, what is cached here left out."""
         if self._estimated is None or self._estimated[0] is not request:

@@ -98,7 +98,7 @@ def head_waits_because(pool: Pool, dispatcher: Dispatcher) -> str:
 
 def _lane_refuses_because(dispatcher: Dispatcher, lane: Lane) -> str:
     head = dispatcher.queue.head
-    return "" if head is None else dispatcher.placement.why_not(head, lane) or ""
+    return "" if head is None else dispatcher.placement.why_not(head, lane) or lane.why_not_yet() or ""
 
 
 def _graphs(totals: StepTotals) -> Iterator[scheduler_pb2.GraphTotal]:

@@ -1078,7 +1078,9 @@ class LaneState(_message.Message):
     is_draining: _builtins.bool
     """The executor takes no further step."""
     head_waits_because: _builtins.str
-    """Which check of this lane refuses the head of the queue, in words; empty when it takes it next or nothing waits."""
+    """Which check of this lane refuses the head of the queue, or how long its steps in flight have not come back, in words;
+    empty when it takes it next or nothing waits.
+    """
     prefill_tokens_per_s: _builtins.float
     """Tokens a second that the lane prefills, as measured of late, those from the prefix cache included."""
     @_builtins.property

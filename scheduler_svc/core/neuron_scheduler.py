@@ -114,7 +114,7 @@ class NeuronScheduler(Scheduler):
         if self.has_prefill_in_running:
             prefill = next(filter(self._is_prefill_request, self.running))
             done = f"{prefill.num_computed_tokens} of {prefill.num_prefill_tokens} tokens"
-            return f"request {prefill.req_id!r} is prefilling, {done} are computed"
+            return f"request {prefill.spec.request_id!r} is prefilling, {done} are computed"
         if len(self._let_through) >= self.max_prefills_per_batch:
             return f"{len(self._let_through)} prefill is in this batch; allowed: {self.max_prefills_per_batch}"
         return (

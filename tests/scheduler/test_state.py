@@ -123,6 +123,31 @@ async def test_why_the_head_waits_is_said_for_the_pool_and_for_each_lane(simulat
     assert seen.head_waits_because == "full: 1 requests run; max_num_seqs is 1; drains: it is draining"
 
 
+async def test_a_lane_whose_steps_do_not_come_back_is_not_said_to_take_the_head_next(simulate: Simulate) -> None:
+    simulation = simulate()
+    lane = simulation.add_lane("hangs", is_stepped=True)
+    for handle in range(2):
+        simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle), max_tokens=9))
+        await settle()
+    simulation.clock.advance(3.2)
+    waits = "its 2 steps in flight are not back, the oldest since 3.2 s"
+    seen = await state_of(simulation)
+    assert (seen.head_waits_because, seen.lanes[0].head_waits_because) == (f"hangs: {waits}", waits)
+    await lane.step()
+    await lane.step()
+    assert simulation.dispatcher.num_waiting == 0
+
+
+async def test_words_name_requests_as_their_gateways_do(simulate: Simulate) -> None:
+    simulation = simulate(async_scheduling=False)
+    simulation.add_lane(is_stepped=True)
+    simulation.submit(0, build_spec("chat-1", [20] * 40))
+    simulation.submit(1, build_spec("chat-2", [21]))
+    await settle()
+    seen = await state_of(simulation)
+    assert seen.lanes[0].head_waits_because == "request 'chat-1' is prefilling, 16 of 40 tokens are computed"
+
+
 async def test_the_head_is_named_before_any_executor_is_there(simulate: Simulate) -> None:
     simulation = simulate()
     simulation.submit(0, build_spec("early"))
