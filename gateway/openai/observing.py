@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import quote
 
 import structlog
 from starlette.datastructures import MutableHeaders
@@ -120,8 +121,13 @@ class _Response:
             self._observation.status = message["status"]
             request_id = self._observation.client_request_id or self._observation.request_id
             if request_id:
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = _for_header(request_id)
         await self._send(message)
+
+
+def _for_header(request_id: str) -> str:
+    """An id of the body may have characters that no header has; those are percent-encoded."""
+    return request_id if request_id.isascii() and request_id.isprintable() else quote(request_id)
 
 
 def _refusal(num_header_bytes: int, request_id: str) -> Response | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.parse
 from typing import Any
 
 import httpx
@@ -354,3 +355,14 @@ async def _begun_stream(openai: AsyncOpenAI, scheduler: ScriptedScheduler) -> An
     add = await scheduler.next_add()
     scheduler.tokens(add.handle, 0, ids_of("a"))
     return aiter(await asking)
+
+
+@pytest.mark.case("B17")
+async def test_an_id_of_the_body_comes_back_whatever_is_in_it(
+    http: httpx.AsyncClient, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.answer = [EOS]
+    response = await http.post("/v1/completions", json={"prompt": "x", "request_id": "job \u00e9\r\nSet-Cookie: x"})
+    assert response.status_code == 200
+    assert urllib.parse.unquote(response.headers["x-request-id"]) == "job \u00e9\r\nSet-Cookie: x"
+    assert "set-cookie" not in response.headers
