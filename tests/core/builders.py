@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdback.types import FinishReason, ModelRunnerOutput, Phase, RequestSpec, SamplingParams, SchedulerOutput
+from scheduler_svc.core.admission import AdmissionPolicy
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
@@ -57,6 +58,13 @@ def build_request(
         cache_salt=salt,
     )
     return Request(req_id, spec, (EOS,))
+
+
+class AdmitAll(AdmissionPolicy):
+    """No rule of KV memory, so that K3 alone can refuse."""
+
+    def why_not(self, request: Request, running: Sequence[Request]) -> str | None:
+        return None
 
 
 class PaperExecutor:

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from holdback.errors import ConfigError
 from holdback.types import FinishReason
-from scheduler_svc.core.admission import AdmissionPolicy, MaxModelLenAdmission, ReservedAdmission
+from scheduler_svc.core.admission import MaxModelLenAdmission, ReservedAdmission
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
 from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.phased import PhasedAdmission
-from tests.core.builders import build_config, build_drive, build_phased, build_request, ids
+from tests.core.builders import AdmitAll, build_config, build_drive, build_phased, build_request, ids
 from tests.core.reference import needed_blocks, phased_admits
 
 PHASED, RESERVED = KvAdmission.PHASED, KvAdmission.RESERVED
@@ -167,11 +167,6 @@ def count_lookups(scheduler):
 
     scheduler.prefix_cache.find = counted
     return lookups
-
-
-class AdmitAll(AdmissionPolicy):
-    def why_not(self, request, running):
-        return None
 
 
 @pytest.mark.parametrize("is_refused_by_policy", [True, False])

@@ -4,18 +4,21 @@ import pytest
 
 from holdback.errors import ErrorReason
 from holdback.types import FinishReason, SchedulerState, Usage
-from tests.core.builders import EOS, SCHEDULERS, build_drive, force_eviction, ids, num_computed_tokens
+from tests.core.builders import EOS, SCHEDULERS, AdmitAll, build_drive, force_eviction, ids, num_computed_tokens
 
 both_schedulers = pytest.mark.parametrize("scheduler_class", SCHEDULERS)
 
 
 @pytest.mark.case("B01")
+@pytest.mark.parametrize("is_refused_by", ["kv_admission", "K3"])
 @both_schedulers
-def test_a_prefill_that_cannot_be_placed_hides_no_decode(scheduler_class):
+def test_a_prefill_that_cannot_be_placed_hides_no_decode(scheduler_class, is_refused_by):
     drive = build_drive(
         scheduler_class, block_size=16, num_blocks=10, max_model_len=128, max_num_batched_tokens=128,
         enable_prefix_caching=False,
     )  # fmt: skip
+    if is_refused_by == "K3":
+        drive.scheduler.admission = AdmitAll()
     drive.add("A", prompt=100, max_tokens=20)
     drive.step()
     drive.add("B", prompt=48, max_tokens=3)

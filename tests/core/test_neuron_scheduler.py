@@ -4,11 +4,10 @@ import pytest
 
 from holdback.errors import InternalError
 from holdback.types import FinishReason, Phase, SchedulerState
-from scheduler_svc.core.admission import AdmissionPolicy
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.queue import RequestQueue
 from scheduler_svc.core.scheduler import Scheduler
-from tests.core.builders import build_config, build_drive, build_request, ids, num_computed_tokens
+from tests.core.builders import AdmitAll, build_config, build_drive, build_request, ids, num_computed_tokens
 
 IDLE, ACTIVE_PREFILL, ACTIVE_DECODE = SchedulerState
 
@@ -143,11 +142,6 @@ def test_the_checks_refuse_in_order_and_say_why():
     assert not scheduler.can_schedule(head)
     scheduler.max_num_seqs = 2
     assert scheduler.why_not(head) == "2 requests run; max_num_seqs is 2"
-
-
-class AdmitAll(AdmissionPolicy):
-    def why_not(self, request, running):
-        return None
 
 
 def test_a_prompt_is_placed_only_if_the_blocks_of_all_of_it_are_free():
