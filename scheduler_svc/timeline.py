@@ -2,7 +2,7 @@
 
 A lane is a process of the trace. Its track `device` has a slice for each step, as long as the executor says that the
 device took, ending when the result arrived; in it the share that went into padding; between two steps `idle`. The
-counter `tokens` is what a step computed. Times come from two clocks, so a slice may be off by the way of the result.
+counters `prefill tokens` and `decode tokens` are what a step computes while it runs. Times come from two clocks, so a slice may be off by the way of the result.
 """
 
 from __future__ import annotations
@@ -73,7 +73,12 @@ def _step_events(number: int, step: scheduler_pb2.StepRecord, start: int, durati
     padding_us = duration * num_padding // step.size if step.size else 0
     if padding_us > 0:
         yield _slice(number, "padding", start + duration - padding_us, padding_us, {"tokens": num_padding})
-    yield {"ph": "C", "pid": number, "name": "tokens", "ts": start, "args": {NAMES[step.phase]: step.num_tokens}}
+    yield _count(number, start, NAMES[step.phase], step.num_tokens)
+    yield _count(number, start + duration, NAMES[step.phase], 0)
+
+
+def _count(number: int, at: int, name: str, value: int) -> Event:
+    return {"ph": "C", "pid": number, "name": f"{name} tokens", "ts": at, "args": {"tokens": value}}
 
 
 def _slice(number: int, name: str, start: int, duration: int, args: dict[str, Any]) -> Event:

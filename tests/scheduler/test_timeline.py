@@ -70,6 +70,23 @@ def test_prefill_decode_padding_and_idle_are_slices_on_one_track() -> None:
     ]
 
 
+def test_each_phase_has_a_counter_that_is_zero_outside_its_steps() -> None:
+    state = build_state(
+        build_step(0, PREFILL, sent=1000, duration=500, device=400, size=16, tokens=12),  # 1100 to 1500
+        build_step(1, DECODE, sent=1010, duration=590, device=100, size=4, tokens=4),  # 1500 to 1600
+        build_step(2, DECODE, sent=1900, duration=140, device=100, size=4, tokens=1),  # 1940 to 2040
+    )
+    counts = [event for event in trace(state)["traceEvents"] if event["ph"] == "C"]
+    assert [(event["name"], event["ts"], event["args"]) for event in counts] == [
+        ("prefill tokens", 1100, {"tokens": 12}),
+        ("prefill tokens", 1500, {"tokens": 0}),
+        ("decode tokens", 1500, {"tokens": 4}),
+        ("decode tokens", 1600, {"tokens": 0}),
+        ("decode tokens", 1940, {"tokens": 1}),
+        ("decode tokens", 2040, {"tokens": 0}),
+    ]
+
+
 def test_clocks_that_disagree_make_no_slice_overlap_or_shrink_below_nothing() -> None:
     state = build_state(
         build_step(0, DECODE, sent=1000, duration=500, device=400, size=1, tokens=1),
