@@ -67,6 +67,13 @@ class GatewayConfig(ServiceConfig):
     template_timeout_s: float = pydantic.Field(
         2.0, gt=0, le=3600, description="how long a chat template may take; then the request is refused"
     )
+    max_connection_age_s: float | None = pydantic.Field(
+        300.0,
+        gt=0,
+        le=1e6,
+        description="age, give or take a tenth, at which a connection takes no new calls, so that its client finds new "
+        "gateways; calls that run on it go on. null: connections do not end by age",
+    )
     drain_timeout_s: float = pydantic.Field(
         120.0, ge=0, le=86400, description="how long running requests may go on once the gateway is told to stop"
     )

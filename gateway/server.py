@@ -58,7 +58,9 @@ class GatewayServer:
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
         self._access = create_access(config.api_keys)
-        self._server = rpc.create_server([Authentication(self._access), MalformedRequests()])
+        self._server = rpc.create_server(
+            [Authentication(self._access), MalformedRequests()], max_connection_age_s=config.max_connection_age_s
+        )
         self._generations = Generations(self.pools)
         self._services: GrpcServices
         self.templates = TemplateWorkers(config.template_timeout_s)

@@ -62,7 +62,7 @@ async def gateway(make_gateway: Callable[..., Any], scheduler: ScriptedScheduler
 
 @pytest.fixture
 async def client(gateway: GatewayServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20, max_retries=0, max_resumes=0) as client:
         yield client
 
 

@@ -21,7 +21,7 @@ from gateway.inference import InferenceService
 from gateway.server import GatewayServer
 from holdback import rpc
 from holdback.cli.local import LocalProcess
-from holdback.client import AsyncClient, GenerationStream
+from holdback import AsyncClient, GenerationStream
 from holdback.errors import (
     ConfigError,
     ErrorReason,
@@ -49,7 +49,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def client_of(server: GatewayServer) -> AsyncClient:
-    return AsyncClient(f"127.0.0.1:{server.port}", timeout_s=20)
+    return AsyncClient(f"127.0.0.1:{server.port}", timeout_s=20, max_retries=0, max_resumes=0)
 
 
 async def collect(stream: GenerationStream) -> str:
@@ -324,7 +324,7 @@ async def test_the_process_reports_its_ports_drains_on_sigterm_and_exits_with_ze
     await asyncio.wait_for(process.wait_for_ports(), 30)
     readiness = watch(process.health_port)
     await wait_for(readiness, expected=True)
-    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20) as client:
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20, max_retries=0, max_resumes=0) as client:
         assert [model.name for model in await client.models()] == ["toy"]
         stream = client.stream("x")
         add = await scheduler.next_add()
@@ -350,7 +350,7 @@ async def test_a_second_signal_ends_the_drain(
     await asyncio.wait_for(process.wait_for_ports(), 30)
     readiness = watch(process.health_port)
     await wait_for(readiness, expected=True)
-    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20) as client:
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20, max_retries=0, max_resumes=0) as client:
         pending = asyncio.create_task(client.generate("x"))
         await scheduler.next_add()
         process.child.send_signal(signal.SIGTERM)
