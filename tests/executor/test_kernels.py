@@ -1,4 +1,4 @@
-"""The kernels in C++ against the same in float32, and what happens where they cannot be built."""
+"""The kernels in C++ against the same in float32."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from executor_svc import kernels
 from executor_svc.attention import AttentionCall, PagedContext
 from executor_svc.fast_model import FusedLayers, PackedLinear
 from executor_svc.kernels import NativeKernels, load_kernels
-from executor_svc.kernels.build import FLAGS, BuildError, build, compile_kernels, find_missing_features
+from executor_svc.kernels.build import FLAGS, compile_kernels, find_missing_features
 from executor_svc.kv_cache import KVCache, LayerShape
-from executor_svc.processors import default_num_threads
 from holdback.types import Phase
-from tests.executor.tiny_models import build_device, decode_step, llama_config, prefill_step, save_model
+from tests.executor.tiny_models import build_device, decode_step, prefill_step, save_model
+from tests.executor.wide_models import by_token, run_logits, token_ids, wide_llama
 
 HEADS, KV_HEADS = 6, 2
 BLOCK_SIZE = 16
@@ -71,6 +71,34 @@ def test_a_weight_that_is_not_bfloat16_or_of_odd_width_is_refused(native: Native
         native.pack(torch.zeros(4, 3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"input is torch.bfloat16 \[1, 6\]; allowed: bfloat16 \[..., 4\]"):
         native.linear(bfloat16(1, 6, seed=1), native.pack(bfloat16(4, 4, seed=1))[0], None, torch.float32)
+
+
+# The largest logits
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1, 15, 16, 64, 65, 1000])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_first_of_the_largest_logits_is_found(native: NativeKernels, rows: int, size: int) -> None:
+    """Of few different numbers, so that many are equal."""
+    numbers = torch.randint(-3, 3, (rows, size), generator=torch.Generator().manual_seed(size)).float()
+    largest, is_finite = native.rank(numbers)
+    assert largest.tolist() == [row.index(max(row)) for row in numbers.tolist()]
+    assert is_finite.all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 17, 99])
+def test_a_row_with_a_number_that_is_not_finite_is_told_from_the_others(
+    native: NativeKernels, value: float, place: int
+) -> None:
+    numbers = torch.zeros(3, 100)
+    numbers[1, place] = value
+    numbers[2, 50] = 1.0
+    largest, is_finite = native.rank(numbers)
+    assert is_finite.tolist() == [True, False, True]
+    assert (int(largest[0]), int(largest[2])) == (0, 50)
 
 
 # Attention
@@ -171,39 +199,9 @@ def test_a_value_that_is_not_finite_shows_in_the_rows_that_see_it(native: Native
 # A whole model
 
 
-def wide_llama(**overrides: Any) -> Any:
-    """Of sizes that the layers can be fused for."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
-    return llama_config(**(sizes | heads | overrides))
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return save_model(tmp_path_factory.mktemp("models") / "wide", wide_llama())
-
-
-def token_ids(length: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, 128, length)]
-
-
-def run_logits(device: Any, lengths: list[int]) -> list[Any]:
-    """Prompts in two chunks, then all decoded in one batch: log-probabilities of the decode."""
-    tables = [list(range(1 + 8 * slot, 9 + 8 * slot)) for slot in range(len(lengths))]
-    for slot, length in enumerate(lengths):
-        ids = token_ids(length, seed=slot)
-        cut = length // 2
-        device.collect(device.launch(prefill_step(device, ids[:cut], tables[slot], slot=slot, params=None)))
-        device.collect(device.launch(prefill_step(device, ids[cut:], tables[slot], start=cut, slot=slot)))
-    decode = decode_step(device, lengths, tables[: len(lengths)], list(range(len(lengths))))
-    logprobs: list[Any] = device.collect(device.launch(decode)).logprobs
-    return logprobs
-
-
-def by_token(logprobs: Any) -> torch.Tensor:
-    values = torch.empty(len(logprobs.top_token_ids))
-    values[list(logprobs.top_token_ids)] = torch.tensor(logprobs.top_logprobs)
-    return values
 
 
 @needs_kernels
@@ -295,54 +293,3 @@ def test_models_that_are_not_fused_run_with_packed_layers(tmp_path: pathlib.Path
         torch.testing.assert_close(by_token(ours), by_token(reference), atol=0.5, rtol=0)
     device.close()
     exact.close()
-
-
-# Where they cannot run
-
-
-def test_a_processor_that_lacks_something_is_told_by_name(tmp_path: pathlib.Path) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor : 0\nflags\t\t: avx2 fma bmi2 avx512f avx512bw avx512dq avx512vl\n\nprocessor : 1\n")
-    assert find_missing_features(info) == ["avx512_bf16"]
-    assert "avx512f" in find_missing_features(tmp_path / "absent")
-
-
-def test_without_a_compiler_pytorch_runs_and_the_reason_is_said(
-    monkeypatch: pytest.MonkeyPatch, llama: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(kernels, "find_missing_features", list)
-    device = build_device(llama, dtype="bfloat16", kernels_directory=tmp_path)
-    reason = "PyTorch, for the kernels cannot be built: there is no C++ compiler 'no-such-compiler', as CXX says"
-    assert device.kernels == f"{reason}; threads: {default_num_threads()}"
-    assert run_logits(device, [11])[0] is not None
-    device.close()
-
-
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(BuildError, match="false ended with 1"):
-        build(tmp_path)
-
-
-def test_a_directory_that_others_can_write_to_is_refused(tmp_path: pathlib.Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(BuildError, match="can be written to by others"):
-        build(tmp_path)
-
-
-@needs_kernels
-def test_kernels_are_compiled_once(tmp_path: pathlib.Path) -> None:
-    path, was_built = build(tmp_path / "kernels")
-    assert was_built
-    assert build(tmp_path / "kernels") == (path, False)
-    assert [found.name for found in path.parent.iterdir()] == [path.name]
-
-
-def test_float32_and_a_setting_leave_everything_to_pytorch(llama: pathlib.Path) -> None:
-    device = build_device(llama)
-    assert device.kernels.startswith("PyTorch, for the dtype is float32; threads: ")
-    device.close()
-    device = build_device(llama, dtype="bfloat16", use_kernels=False, num_threads=3)
-    assert device.kernels == "PyTorch, as the settings say; threads: 3"
-    device.close()

@@ -322,6 +322,7 @@ def test_executor_info_comes_back_as_it_was():
         latencies=(GraphLatency(Phase.PREFILL, 128, 0, 900), GraphLatency(Phase.DECODE, 8, 256, 50)),
         advertise_address="127.0.0.2",
         device="simulated",
+        kernels="PyTorch; threads: 2",
         compiled=CompileCounts(num_hits=3, num_misses=1, build_s=1.25),
     )
     wire = codec.encode_executor_info(info).SerializeToString()
