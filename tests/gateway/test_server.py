@@ -19,9 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gateway.generations import Generations
 from gateway.inference import InferenceService
 from gateway.server import GatewayServer
-from holdback import rpc
+from holdback import AsyncClient, GenerationStream, rpc
 from holdback.cli.local import LocalProcess
-from holdback import AsyncClient, GenerationStream
 from holdback.errors import (
     ConfigError,
     ErrorReason,
