@@ -25,7 +25,7 @@ from holdback.types import Phase
 
 EXPERTS = "batched_mm"
 """Experts as products over the chosen ones of each token: static, and of core operations. `grouped_mm` sorts tokens by
-expert, and no Neuron compiler sorts."""
+expert, on which Neuron's compiler fails."""
 
 NUM_ROW_INTS = 4
 NUM_ROW_FLOATS = 8
