@@ -5,12 +5,13 @@ from __future__ import annotations
 
 def model(argv: list[str]) -> int:
     """`holdback model import SRC DEST`."""
-    import argparse
     import pathlib
 
-    parser = argparse.ArgumentParser(prog="holdback model", allow_abbrev=False)
+    from holdback.flags import FlagParser
+
+    parser = FlagParser(prog="holdback model")
     importer = parser.add_subparsers(required=True, metavar="import").add_parser(
-        "import", help="make a model directory from a GGUF file or a Hugging Face directory", allow_abbrev=False
+        "import", help="make a model directory from a GGUF file or a Hugging Face directory"
     )
     importer.add_argument("source", metavar="SRC", help="a GGUF file, a model directory, or package:NAME")
     importer.add_argument("destination", metavar="DEST", type=pathlib.Path, help="directory to make")

@@ -19,11 +19,12 @@ def gateway(argv: list[str]) -> int:
 
 def key(argv: list[str]) -> int:
     """`holdback key NAME`: draws an API key, and prints it with its entry for the gateway's file of keys."""
-    import argparse
     import hashlib
     import secrets
 
-    parser = argparse.ArgumentParser(prog="holdback key", description=key.__doc__, allow_abbrev=False)
+    from holdback.flags import FlagParser
+
+    parser = FlagParser(prog="holdback key", description=key.__doc__)
     parser.add_argument("name", metavar="NAME", help="whose it is, for logs and limits")
     name = parser.parse_args(argv).name
     secret = f"hb-{secrets.token_urlsafe(32)}"

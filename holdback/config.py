@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import pathlib
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -21,6 +22,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from holdback.errors import ConfigError
+from holdback.flags import FlagParser
 from holdback.tls import Tls
 
 
@@ -54,6 +56,17 @@ class ServiceConfig(pydantic.BaseModel):
         None, description="file to write the ports to, as JSON, once the process listens"
     )
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _no_boolean_is_a_number(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """To pydantic `true` of a file is the number 1."""
+        for name, value in values.items():
+            entries = value if isinstance(value, list) else [value]
+            if name in cls.model_fields and True in map(_is_bool, entries) and not _takes_bool(cls.model_fields[name]):
+                shown = json.dumps(value)
+                raise ValueError(f"{name} is {shown}; allowed: no boolean")
+        return values
+
     @pydantic.model_validator(mode="after")
     def _loopback_unless_told(self) -> Self:
         try:
@@ -86,8 +99,11 @@ class ServiceConfig(pydantic.BaseModel):
 
     @classmethod
     def _parser(cls) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
-            prog=f"holdback {cls.process}", allow_abbrev=False, argument_default=argparse.SUPPRESS
+        parser = FlagParser(
+            prog=f"holdback {cls.process}",
+            argument_default=argparse.SUPPRESS,
+            epilog=f"Each flag is an environment variable, too ({_prefix(cls)}LOG_LEVEL for --log-level), and a key of "
+            "the file (log_level). Flags win over the environment, and that over the file.",
         )
         parser.add_argument("--config", metavar="FILE", help="YAML file with these keys, '-' written '_'")
         for name, info in cls.model_fields.items():
@@ -104,6 +120,14 @@ def _help(info: FieldInfo) -> str:
     default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
     text = info.description or ""
     return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _takes_bool(info: FieldInfo) -> bool:
+    return info.annotation is bool or bool in typing.get_args(info.annotation)
 
 
 def _parse_text(text: str) -> Any:
@@ -134,7 +158,14 @@ def read_yaml(path: pathlib.Path, setting: str) -> Any:
     except OSError as error:
         raise ConfigError(f"{setting} {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{setting} {path}: not YAML: {error}") from None
+        raise ConfigError(f"{setting} {path}: not YAML: {_yaml_problem(error)}") from None
+
+
+def _yaml_problem(error: Exception) -> str:
+    """In one line; PyYAML's own text quotes the file over several."""
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return where + " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
@@ -148,8 +179,13 @@ def _from_file(path: str, cls: type[ServiceConfig]) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
+def _prefix(cls: type[ServiceConfig]) -> str:
+    """How the names of its environment variables begin."""
+    return f"HOLDBACK_{cls.process.upper()}__"
+
+
 def _from_environment(environment: Mapping[str, str], cls: type[ServiceConfig]) -> dict[str, Any]:
-    prefix = f"HOLDBACK_{cls.process.upper()}__"
+    prefix = _prefix(cls)
     found: dict[str, Any] = {}
     for variable, value in environment.items():
         if variable.startswith(prefix):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
+
+from holdback.flags import FlagParser
 
 
 def replay(argv: list[str]) -> int:
     """`holdback replay TRACE`: runs a recorded trace through the scheduler and prints the result as JSON."""
     from scheduler_svc.replay import load_trace, replay_trace
 
-    parser = argparse.ArgumentParser(prog="holdback replay", description="Run a recorded scheduler trace.")
+    parser = FlagParser(prog="holdback replay", description="Run a recorded scheduler trace.")
     parser.add_argument("trace", metavar="TRACE", help="JSON file with the configuration and the events")
     print(json.dumps(replay_trace(load_trace(parser.parse_args(argv).trace))))
     return 0
@@ -41,7 +42,7 @@ def timeline(argv: list[str]) -> int:
     from holdback.tls import add_client_flags, from_flags
     from scheduler_svc.timeline import fetch, trace
 
-    parser = argparse.ArgumentParser(prog="holdback timeline", description=timeline.__doc__)
+    parser = FlagParser(prog="holdback timeline", description=timeline.__doc__)
     parser.add_argument("scheduler", metavar="HOST:PORT", help="of the scheduler; holdback up prints it")
     parser.add_argument(
         "--output", type=pathlib.Path, default=pathlib.Path("timeline.json"), help="file (default: timeline.json)"
@@ -49,8 +50,8 @@ def timeline(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=0, help="most steps of each lane (default: all that are kept)")
     add_client_flags(parser)
     flags = parser.parse_args(argv)
-    if flags.steps < 0:
-        raise ConfigError(f"--steps is {flags.steps}; allowed: at least 0")
+    if not 0 <= flags.steps < 2**32:
+        raise ConfigError(f"--steps is {flags.steps}; allowed: [0, {2**32 - 1}]")
     state = asyncio.run(fetch(flags.scheduler, flags.steps, from_flags(flags)))
     try:
         flags.output.write_text(json.dumps(trace(state)), encoding="utf-8")

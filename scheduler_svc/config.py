@@ -14,11 +14,25 @@ from scheduler_svc.core.config import KvAdmission, SchedulingPolicy
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-def _split(value: Any) -> Any:
-    """A flag or variable names several values as `a,b`."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
+def _parse_networks(value: Any) -> Any:
+    """A flag or variable names several as `a,b`."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        return value
+    return [_parse_network(str(part).strip()) for part in parts if str(part).strip()]
+
+
+def _parse_network(text: str) -> Network:
+    """Raises ValueError, with what was meant where bits of a host are set."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        pass
+    try:
+        meant = f"{ipaddress.ip_network(text, strict=False)}, without bits of a host"
+    except ValueError:
+        meant = "networks such as 10.0.0.0/8"
+    raise ValueError(f"{text[:100]!r} is no network; allowed: {meant}")
 
 
 class SchedulerServiceConfig(ServiceConfig):
@@ -27,10 +41,10 @@ class SchedulerServiceConfig(ServiceConfig):
     process: ClassVar[str] = "scheduler"
 
     heartbeat_interval_s: float = pydantic.Field(
-        1.0, gt=0, le=60, description="seconds between heartbeats, both ways on each executor's registration"
+        1.0, ge=0.01, le=60, description="seconds between heartbeats, both ways on each executor's registration"
     )
     lease_timeout_s: float = pydantic.Field(
-        5.0, gt=0, le=600, description="silence after which an executor is lost; more than heartbeat_interval_s"
+        5.0, ge=0.05, le=600, description="silence after which an executor is lost; more than heartbeat_interval_s"
     )
     executor_loss_timeout_s: float = pydantic.Field(
         30.0, gt=0, le=86400, description="how long requests wait for an executor once the pool has lost its last one"
@@ -44,7 +58,7 @@ class SchedulerServiceConfig(ServiceConfig):
     min_step_timeout_s: float = pydantic.Field(
         10.0, gt=0, le=3600, description="no step is given up before this many seconds"
     )
-    executor_allowed_cidrs: Annotated[tuple[Network, ...], pydantic.BeforeValidator(_split)] = pydantic.Field(
+    executor_allowed_cidrs: Annotated[tuple[Network, ...], pydantic.BeforeValidator(_parse_networks)] = pydantic.Field(
         (), description="networks that an executor's advertise_address may lie in, as a,b; none by default"
     )
     max_num_queued_reqs: int = pydantic.Field(
@@ -79,7 +93,10 @@ class SchedulerServiceConfig(ServiceConfig):
         256, ge=1, le=65_536, description="last steps that are kept of each executor, for GetState"
     )
     model_fingerprint: str | None = pydantic.Field(
-        None, description="the only model that executors may have; null: that of the first one"
+        None,
+        min_length=1,
+        max_length=256,
+        description="the only model that executors may have, by its fingerprint; null: that of the first one",
     )
     max_model_len: int | None = pydantic.Field(
         None, ge=2, description="the only max_model_len that executors may have; null: that of the first one"

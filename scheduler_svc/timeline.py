@@ -2,7 +2,8 @@
 
 A lane is a process of the trace. Its track `device` has a slice for each step, as long as the executor says that the
 device took, ending when the result arrived; in it the share that went into padding; between two steps `idle`. The
-counters `prefill tokens` and `decode tokens` are what a step computes while it runs. Times come from two clocks, so a slice may be off by the way of the result.
+counters `prefill tokens` and `decode tokens` are what a step computes while it runs. Times come from two clocks, so a
+slice may be off by the way of the result.
 """
 
 from __future__ import annotations

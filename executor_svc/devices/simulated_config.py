@@ -15,15 +15,14 @@ from holdback.types import ModelInfo
 DEFAULT_MAX_MODEL_LEN = 2048
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_EOS_TOKEN_IDS = (2,)
+FAULTS = ("simulated_nan_token_id", "simulated_error_token_id", "simulated_hang_token_id")
 
 
 def create_simulated_device(config: ExecutorConfig) -> SimulatedDevice:
     """Without `num_blocks` there are enough for `max_num_seqs` requests of `max_model_len`. Raises ConfigError."""
     max_model_len = config.max_model_len or DEFAULT_MAX_MODEL_LEN
     vocab_size, eos_token_ids = _vocabulary(config)
-    for token_id in eos_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ConfigError(f"simulated_eos_token_ids is {token_id}; allowed: [0, {vocab_size}), the vocabulary")
+    _check_token_ids(config, vocab_size, eos_token_ids)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = 1 + config.num_seqs * blocks_for(max_model_len, config.block_size)
@@ -38,8 +37,16 @@ def create_simulated_device(config: ExecutorConfig) -> SimulatedDevice:
         model,
         build_limits(config, max_model_len=max_model_len, num_blocks=num_blocks),
         SimulatedLatencies(config.simulated_prefill_us_per_token, config.simulated_decode_us),
-        SimulatedFaults(config.simulated_nan_token_id, config.simulated_error_token_id, config.simulated_hang_token_id),
+        SimulatedFaults(*(getattr(config, name) for name in FAULTS)),
     )
+
+
+def _check_token_ids(config: ExecutorConfig, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    found = [("simulated_eos_token_ids", token_id) for token_id in eos_token_ids]
+    found += [(name, getattr(config, name)) for name in FAULTS if getattr(config, name) is not None]
+    for name, token_id in found:
+        if not 0 <= token_id < vocab_size:
+            raise ConfigError(f"{name} is {token_id}; allowed: [0, {vocab_size}), the vocabulary")
 
 
 def _vocabulary(config: ExecutorConfig) -> tuple[int, tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import pathlib
@@ -16,6 +15,7 @@ from holdback.cli.local import LocalStack, run_until_signal
 from holdback.cli.up import parse as parse_up
 from holdback.client import AsyncClient
 from holdback.errors import HoldbackError, InternalError
+from holdback.flags import FlagParser
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 QUESTION = "What is the capital of France?"
@@ -24,11 +24,10 @@ NUM_LOG_LINES_SHOWN = 30
 
 def demo(argv: list[str]) -> int:
     """Takes the arguments of `holdback up`. Exit status: 0 when both questions were answered."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="holdback demo",
         description=__doc__,
         epilog="All other flags are those of holdback up.",
-        allow_abbrev=False,
     )
     parser.add_argument("--max-tokens", type=int, default=48, help="most tokens of each answer (default 48)")
     own, rest = parser.parse_known_args(argv)

@@ -9,6 +9,7 @@ import os
 import sys
 
 from holdback.client import AsyncClient
+from holdback.flags import FlagParser
 from holdback.tls import add_client_flags, from_flags
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -20,7 +21,7 @@ def generate(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="holdback generate", description=__doc__)
+    parser = FlagParser(prog="holdback generate", description=__doc__)
     parser.add_argument("prompt", help="what to say to the model; - reads standard input")
     parser.add_argument(
         "--address",

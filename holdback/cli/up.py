@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from holdback.cli.local import LocalStack, run_until_signal
 from holdback.errors import ConfigError, InternalError
+from holdback.flags import FlagParser
 
 HTTP_PORT = 8000
 PROCESSES = ("scheduler", "executor", "gateway")
@@ -28,9 +29,7 @@ def up(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
     """The flags of `up` itself, and the arguments of each process."""
-    parser = argparse.ArgumentParser(
-        prog="holdback up", description=__doc__, epilog=EPILOG, allow_abbrev=False, add_help=True
-    )
+    parser = FlagParser(prog="holdback up", description=__doc__, epilog=EPILOG, add_help=True)
     parser.add_argument(
         "--model", type=pathlib.Path, required=True, help="directory in Hugging Face layout (holdback model import)"
     )

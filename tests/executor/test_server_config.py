@@ -120,6 +120,7 @@ def test_a_setting_that_cannot_work_is_refused(arguments: list[str], message: st
         ({"num_seqs_buckets": (2, 1)}, "num_seqs_buckets is [2, 1]; allowed: positive numbers, strictly ascending"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens is 512; allowed: at least max_num_seqs, which is 600"),
         ({"simulated_eos_token_ids": (32_000,)}, "simulated_eos_token_ids is 32000; allowed: [0, 32000)"),
+        ({"simulated_hang_token_id": 99_999}, "simulated_hang_token_id is 99999; allowed: [0, 32000)"),
     ],
 )
 def test_limits_that_do_not_fit_are_refused_with_both_numbers(changes: dict[str, Any], message: str) -> None:

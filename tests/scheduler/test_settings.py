@@ -60,7 +60,11 @@ def test_a_lease_must_outlast_a_heartbeat() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--executor-allowed-cidrs", "10.0.0.1/8"), "executor_allowed_cidrs"),
+        (("--executor-allowed-cidrs", "10.0.0.1/8"), r"'10.0.0.1/8' is no network; allowed: 10.0.0.0/8, without bits"),
+        (("--executor-allowed-cidrs", "10.0.0.0/8,bla"), "'bla' is no network; allowed: networks such as"),
+        (("--heartbeat-interval-s", "0.0001"), "heartbeat_interval_s is '0.0001'"),
+        (("--lease-timeout-s", "0.0004", "--heartbeat-interval-s", "0.01"), "lease_timeout_s is '0.0004'"),
+        (("--model-fingerprint", ""), "model_fingerprint is ''"),
         (("--max-num-queued-reqs", "0"), "max_num_queued_reqs is '0'"),
         (("--default-max-tokens", "0"), "default_max_tokens is '0'"),
         (("--max-request-moves", "-1"), "max_request_moves is '-1'"),
@@ -69,7 +73,7 @@ def test_a_lease_must_outlast_a_heartbeat() -> None:
         (("--max-decode-stall-ms", "-1"), "max_decode_stall_ms is '-1'"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(arguments: tuple[str, str], message: str) -> None:
+def test_a_value_out_of_range_is_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*arguments)
 

@@ -145,8 +145,13 @@ async def test_the_command_says_what_does_not_work(serve: Serve, tmp_path: pathl
     target = f"127.0.0.1:{server.port}"
     with pytest.raises(ConfigError, match=r"--output .* Is a directory"):
         await asyncio.to_thread(timeline, [target, "--output", str(tmp_path)])
-    with pytest.raises(ConfigError, match="--steps is -1"):
-        await asyncio.to_thread(timeline, [target, "--steps", "-1"])
+    for steps, problem in (
+        ("-1", "--steps is -1"),
+        ("99999999999", "--steps is 99999999999"),
+        ("x", "--steps: invalid"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            await asyncio.to_thread(timeline, [target, f"--steps={steps}"])
     await server.stop()
     with pytest.raises(HoldbackError):
         await asyncio.to_thread(timeline, [target])

@@ -164,14 +164,61 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: pathlib.Path) -> None:
         load("--config", str(tmp_path / "absent.yaml"))
 
 
-@pytest.mark.parametrize("argv", [["--timeout", "1"], ["--timeoutt-s", "1"], ["stray"], ["--port"]])
-def test_a_flag_that_does_not_exist_is_refused_and_not_guessed(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--timeout", "1"], "--timeout is not known; did you mean --timeout-s?"),
+        (["--portt=5"], "--portt=5 is not known; did you mean --port?"),
+        (["--zzz"], "--zzz is not known; --help lists what is"),
+        (["--port", "1", "stray"], "'stray' follows no flag"),
+        (["--port"], "--port: expected one argument"),
+        (
+            ["--prefix-cache", "maybe"],
+            "--prefix-cache takes no value, and has 'maybe'; allowed: --prefix-cache, or --no-prefix-cache",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_a_sentence_and_not_guessed(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(ConfigError) as refused:
         load(*argv)
-    assert ended.value.code == 2
-    assert "holdback example: error:" in capsys.readouterr().err
+    assert refused.value.message == message
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content", ["port: true\n", "timeout_s: false\n", "buckets: [16, true]\n"])
+def test_a_boolean_is_no_number(tmp_path: pathlib.Path, content: str) -> None:
+    path = tmp_path / "booleans.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^(port|timeout_s|buckets) is .*(true|false)\]?; allowed: no boolean$"):
+        load("--config", str(path))
+    path.write_text("prefix_cache: false\n", encoding="utf-8")
+    assert load("--config", str(path)).prefix_cache is False
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ("port: 1\nport: 2\n", "line 1, column 1: the key 'port' stands twice"),
+        ("port: 1\nhost: {{\n", "line 3, column 1: expected the node content, but found '<stream end>'"),
+        ("? [a, b]\n: 1\n", "found unhashable key"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line(tmp_path: pathlib.Path, content: str, where: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load("--config", str(path))
+    assert where in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_the_help_tells_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--help")
+    assert ended.value.code == 0
+    assert "HOLDBACK_EXAMPLE__LOG_LEVEL for --log-level" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_shows_each_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
