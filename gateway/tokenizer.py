@@ -50,6 +50,7 @@ class Tokenizer:
         self.bos_token_id = self.id_of("bos_token")
         self.eos_token_ids = _eos_token_ids(files, self.id_of("eos_token"))
         self.largest_token_id = max(backend.get_vocab(with_added_tokens=True).values())
+        self._largest_base_id = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
         self._prefix, self._suffix = self._added_tokens()
 
     @classmethod
@@ -93,10 +94,14 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def mismatch(self, model: ModelInfo) -> str | None:
-        """Why this tokenizer cannot serve the model, with the numbers; None if it can."""
-        if self.largest_token_id >= model.vocab_size:
+        """Why this tokenizer cannot serve the model, with the numbers; None if it can.
+
+        Added tokens may lie beyond the vocabulary, as one for images does in Gemma 3's text models; a prompt that has
+        one is refused by itself.
+        """
+        if self._largest_base_id >= model.vocab_size:
             return (
-                f"the tokenizer's largest token id is {self.largest_token_id}; "
+                f"the tokenizer's largest token id is {self._largest_base_id}; "
                 f"allowed: below vocab_size of model {model.name!r}, which is {model.vocab_size}"
             )
         unknown = [token_id for token_id in model.eos_token_ids if not self.table.has_token(token_id)]

@@ -151,7 +151,7 @@ async def test_a_model_that_does_not_fit_the_tokenizer_is_refused_and_not_ready(
     await asyncio.wait_for(scheduler.connected.wait(), 10)
     async with client_of(gateway) as client:
         with pytest.raises(
-            FailedPreconditionError, match="largest token id is 394; allowed: below vocab_size"
+            FailedPreconditionError, match="largest token id is 392; allowed: below vocab_size"
         ) as caught:
             await client.generate("x")
         assert caught.value.reason is ErrorReason.MODEL_MISMATCH

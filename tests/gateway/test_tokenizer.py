@@ -95,7 +95,7 @@ def test_eos_ids_are_gathered_from_all_files(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"vocab_size": 394}, "largest token id is 394; allowed: below vocab_size of model 'toy', which is 394"),
+        ({"vocab_size": 392}, "largest token id is 392; allowed: below vocab_size of model 'toy', which is 392"),
         ({"eos_token_ids": (2, 700)}, "EOS id 700 of model 'toy' is no token"),
         (
             {"eos_token_ids": (3,)},
@@ -114,6 +114,12 @@ def test_a_model_with_room_beyond_the_tokenizer_or_without_eos_fits(tmp_path: pa
     tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
     assert tokenizer.mismatch(model_info(vocab_size=395)) is None
     assert tokenizer.mismatch(model_info(eos_token_ids=())) is None
+
+
+def test_added_tokens_may_lie_beyond_the_vocabulary_of_the_model(tmp_path: pathlib.Path) -> None:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    assert tokenizer.largest_token_id == 394
+    assert tokenizer.mismatch(model_info(vocab_size=393)) is None
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: pathlib.Path) -> None:
