@@ -5,10 +5,10 @@ What one request's parameters do to its logits lies on the device, a row of the 
 row goes through everything, with the numbers that change nothing where a request did not ask, so a batch may mix all of
 it and rows never meet.
 
-Neither a sort nor float64 is used: Neuron's compiler fails on sorts, and its hardware has no float64. What top_k, top_p and min_p keep is the front of
-the vocabulary in order of logits, the lower id first among equals, so it is enough to find the last logit that stays:
-by bisection, and exactly, because the last step goes to a logit that is there. A token is drawn by inversion of the
-distribution function, over sums of blocks of the vocabulary and then within one block.
+Neither a sort nor float64 is used: Neuron's compiler fails on sorts, and its hardware has no float64. What top_k,
+top_p and min_p keep is the front of the vocabulary in order of logits, the lower id first among equals, so it is enough
+to find the last logit that stays: by bisection, whose last step goes to a logit that is there. A token is drawn by
+inversion of the distribution function, over sums of blocks of the vocabulary and then within one block.
 """
 
 from __future__ import annotations
