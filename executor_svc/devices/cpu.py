@@ -25,6 +25,7 @@ import torch
 
 from executor_svc.attention import PagedContext
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs, StepResult
+from executor_svc.devices.shapes import check_shapes
 from executor_svc.devices.worker import OrderedWorker
 from executor_svc.fast_model import is_fused, rewrite
 from executor_svc.kernels import NativeKernels, load_kernels
@@ -36,7 +37,6 @@ from executor_svc.models import LoadedModel, load_model
 from executor_svc.processors import default_num_threads
 from executor_svc.sampler import Sampler, rank_logits
 from holdback.buckets import (
-    blocks_for,
     check_limits,
     get_default_num_batched_tokens_buckets,
     get_default_num_seqs_buckets,
@@ -186,7 +186,7 @@ class CpuDevice(Device):
         self._starts.append(self._worker.submit(partial(self._sampler.start_request, slot, spec)))
 
     def launch(self, inputs: StepInputs) -> object:
-        self._check_shapes(inputs)
+        check_shapes(inputs, self._graphs, self.limits, self.model.max_model_len)
         starts, self._starts = self._starts, []
         return self._worker.submit(partial(self._run, self._take(inputs), starts))
 
@@ -202,26 +202,6 @@ class CpuDevice(Device):
 
     def close(self) -> None:
         self._worker.close()
-
-    def _check_shapes(self, inputs: StepInputs) -> None:
-        key = inputs.key
-        if key not in self._graphs:
-            raise ValueError(f"graph is {key}; allowed: one of {sorted(graph.size for graph in self._graphs)} declared")
-        num_rows = 1 if key.phase is Phase.PREFILL else key.size
-        width = blocks_for(self.model.max_model_len, self.limits.block_size)
-        expected = {
-            "positions": (key.size,),
-            "slot_mapping": (key.size,),
-            "block_tables": (num_rows, width),
-            "context_lens": (num_rows,),
-            "slots": (num_rows,),
-        }
-        if key.phase is Phase.PREFILL:
-            expected["input_ids"] = (key.size,)
-        for name, shape in expected.items():
-            found = np.shape(getattr(inputs, name))
-            if found != shape:
-                raise ValueError(f"{name} of a {key.phase.value} of {key.size} has shape {found}; allowed: {shape}")
 
     def _take(self, inputs: StepInputs) -> _Step:
         """Copies what the step needs, so that the caller may use its arrays again. Padding is left out: the number of

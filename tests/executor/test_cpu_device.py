@@ -276,7 +276,8 @@ def test_a_graph_is_declared_for_each_bucket_with_the_context_as_data(device: Cp
         ({"key": GraphKey(Phase.PREFILL, 8, 32)}, "graph is .*context=32"),
         ({"positions": np.zeros(16, np.int32)}, r"positions of a prefill of 8 has shape \(16,\); allowed: \(8,\)"),
         ({"block_tables": np.zeros((1, 3), np.int32)}, r"block_tables .* has shape \(1, 3\); allowed: \(1, 16\)"),
-        ({"input_ids": None}, r"input_ids of a prefill of 8 has shape \(\); allowed: \(8,\)"),
+        ({"input_ids": None}, "input_ids goes with a prefill and with nothing else"),
+        ({"slots": np.zeros(1, np.int64)}, "slots of a prefill of 8 is int64; allowed: int32"),
     ],
 )
 def test_a_shape_that_is_not_declared_is_refused(device: CpuDevice, change: dict[str, Any], message: str) -> None:
