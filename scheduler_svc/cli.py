@@ -34,12 +34,38 @@ def scheduler(argv: list[str]) -> int:
     return 0
 
 
+def state(argv: list[str]) -> int:
+    """`holdback state HOST:PORT`: shows what a scheduler's lanes run, and why the head of its queue waits."""
+    import asyncio
+
+    from google.protobuf import json_format
+
+    from holdback.tls import add_client_flags, from_flags
+    from holdback.v1 import scheduler_pb2
+    from scheduler_svc.report import report
+    from scheduler_svc.timeline import fetch
+
+    parser = FlagParser(prog="holdback state", description=state.__doc__)
+    parser.add_argument("scheduler", metavar="HOST:PORT", help="of the scheduler; holdback up prints it")
+    parser.add_argument("--json", action="store_true", help="the whole answer of GetState, with the last step of each")
+    add_client_flags(parser)
+    flags = parser.parse_args(argv)
+    request = scheduler_pb2.GetStateRequest(max_steps=1, without_rows=not flags.json)
+    found = asyncio.run(fetch(flags.scheduler, request, from_flags(flags)))
+    if flags.json:
+        print(json_format.MessageToJson(found, preserving_proto_field_name=True))
+    else:
+        print("\n".join(report(found)))
+    return 0
+
+
 def timeline(argv: list[str]) -> int:
     """`holdback timeline HOST:PORT`: writes the last steps of a scheduler's lanes as a trace for Perfetto."""
     import asyncio
 
     from holdback.errors import ConfigError
     from holdback.tls import add_client_flags, from_flags
+    from holdback.v1 import scheduler_pb2
     from scheduler_svc.timeline import fetch, trace
 
     parser = FlagParser(prog="holdback timeline", description=timeline.__doc__)
@@ -52,11 +78,12 @@ def timeline(argv: list[str]) -> int:
     flags = parser.parse_args(argv)
     if not 0 <= flags.steps < 2**32:
         raise ConfigError(f"--steps is {flags.steps}; allowed: [0, {2**32 - 1}]")
-    state = asyncio.run(fetch(flags.scheduler, flags.steps, from_flags(flags)))
+    request = scheduler_pb2.GetStateRequest(max_steps=flags.steps)
+    found = asyncio.run(fetch(flags.scheduler, request, from_flags(flags)))
     try:
-        flags.output.write_text(json.dumps(trace(state)), encoding="utf-8")
+        flags.output.write_text(json.dumps(trace(found)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {flags.output}: {error.strerror}") from None
-    num_steps = sum(len(lane.steps) for lane in state.lanes)
-    print(f"{num_steps} steps of {len(state.lanes)} executors in {flags.output}; https://ui.perfetto.dev opens it")
+    num_steps = sum(len(lane.steps) for lane in found.lanes)
+    print(f"{num_steps} steps of {len(found.lanes)} executors in {flags.output}; https://ui.perfetto.dev opens it")
     return 0

@@ -25,12 +25,14 @@ DEVICE_TRACK = 1
 NAMES = {types_pb2.PHASE_PREFILL: "prefill", types_pb2.PHASE_DECODE: "decode"}
 
 
-async def fetch(target: str, max_steps: int, tls: Tls = NO_TLS) -> scheduler_pb2.GetStateResponse:
+async def fetch(
+    target: str, request: scheduler_pb2.GetStateRequest, tls: Tls = NO_TLS
+) -> scheduler_pb2.GetStateResponse:
     """The state of the scheduler on `host:port`. Raises HoldbackError."""
     async with rpc.create_channel(target, tls) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         try:
-            return await stub.GetState(scheduler_pb2.GetStateRequest(max_steps=max_steps), timeout=TIMEOUT_S)
+            return await stub.GetState(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from None
 

@@ -30,12 +30,14 @@ SUMMARIES = {
     "gateway": "start a gateway",
     "key": "draw an API key for the gateway's file of keys",
     "model": "import a model: holdback model import SRC DEST",
+    "state": "show what a scheduler's executors run, and why its queue waits",
     "replay": "run a recorded scheduler trace",
     "timeline": "write the last steps of all executors as a trace for Perfetto",
 }
 EXTRAS = {
     "scheduler": "scheduler",
     "replay": "scheduler",
+    "state": "scheduler",
     "timeline": "scheduler",
     "executor": "executor",
     "model": "executor",
