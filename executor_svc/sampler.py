@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from executor_svc.draw import draw
+from executor_svc.draw import draw as draw_tokens
 from executor_svc.sampling_rules import RequestRules, check_token_ids
 from holdback.types import RequestSpec, SamplingParams, TokenLogprobs
 
@@ -27,6 +27,9 @@ _GREEDY = SamplingParams(temperature=0.0)
 Rank = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Of logits, float32 [rows, vocab_size]: the largest one's id, int64 [rows], the lowest among equals; and whether the
 row is finite, bool [rows]. The id of a row that is not means nothing."""
+
+Draw = Callable[[torch.Tensor, Sequence[SamplingParams], torch.Tensor], torch.Tensor]
+"""As `draw.draw`."""
 
 
 def rank_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,12 +57,18 @@ class Sampler:
     """Samples for one model. Everything runs in the order of the calls."""
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int], rank: Rank = rank_logits
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        rank: Rank = rank_logits,
+        draw: Draw = draw_tokens,
     ) -> None:
         self._num_rows = max_num_seqs + 1  # the last one is for rows without a request
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._rank = rank
+        self._draw = draw
         self._rules: dict[int, RequestRules] = {}
         self._num_drawn: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
@@ -169,7 +178,7 @@ class Sampler:
         drawn = [row for row, rule in enumerate(rules) if rule.params.temperature > 0]
         token_ids = logits.argmax(dim=-1)  # the first of equal ones; rules exclude with -inf, so `rank` has no say here
         if drawn:
-            token_ids[drawn] = draw(logits[drawn], [rules[row].params for row in drawn], uniform[drawn])
+            token_ids[drawn] = self._draw(logits[drawn], [rules[row].params for row in drawn], uniform[drawn])
         return token_ids
 
     def _count(self, token_ids: torch.Tensor, rules: Sequence[RequestRules], slots: Sequence[int]) -> None:

@@ -35,7 +35,7 @@ from executor_svc.machine_memory import measure_machine_memory
 from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import LoadedModel, load_model
 from executor_svc.processors import default_num_threads
-from executor_svc.sampler import Sampler, rank_logits
+from executor_svc.sampler import Sampler
 from holdback.buckets import (
     check_limits,
     get_default_num_batched_tokens_buckets,
@@ -160,9 +160,9 @@ class CpuDevice(Device):
         self._smallest_batch = 1 if is_invariant else 2
         self._graphs = frozenset(self.declared_graphs())
         self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
-        rank = rank_logits if self._kernels is None else self._kernels.rank
         make_sampler = Sampler if ranks is None else ranks.sampler
-        self._sampler = make_sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, rank)
+        fast = () if self._kernels is None else (self._kernels.rank, self._kernels.draw)
+        self._sampler = make_sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, *fast)
         self._last_token = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.long)
         self._worker = OrderedWorker("cpu-device")
         # Fused layers leave little to PyTorch, and where it shares that out it waits for its threads: the cosines of 32

@@ -1,6 +1,7 @@
 // What Python calls (native.py): plain functions over memory that torch owns. No header of torch is needed, so that it
 // compiles in seconds.
 #include "attention.h"
+#include "draw.h"
 #include "layers.h"
 #include "linear.h"
 #include "prefill.h"
@@ -48,6 +49,18 @@ void holdback_rank(const float* logits, int64_t rows, int64_t size, int64_t* lar
   with_team(rows > 1 ? threads : 1, 1, [&](Team& team, Member& member) {
     team.share(member, rows, 1,
                [&](int64_t row) { is_finite[row] = rank_row(logits + row * size, size, largest[row]); });
+  });
+}
+
+// A token for each row of logits, with the parameters of each.
+void holdback_draw(const float* logits, int64_t rows, int64_t size, const float* temperature, const float* top_p,
+                   const float* min_p, const int64_t* top_k, const float* uniform, int64_t* tokens, int threads) {
+  with_team(rows > 1 ? threads : 1, 1, [&](Team& team, Member& member) {
+    Draw draw(size);
+    team.share(member, rows, 1, [&](int64_t row) {
+      const DrawParams params{temperature[row], top_p[row], min_p[row], top_k[row]};
+      tokens[row] = draw.row(logits + row * size, params, uniform[row]);
+    });
   });
 }
 

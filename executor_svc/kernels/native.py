@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from executor_svc.kernels.memory import WeightMemory
-from holdback.types import CompileCounts
+from holdback.types import CompileCounts, SamplingParams
 
 PANEL = 32
 HEAD_DIMS = frozenset({64, 128, 256})
@@ -98,7 +98,7 @@ class NativeKernels:
         self._num_threads = num_threads
         self.compiled = compiled
         library = ctypes.CDLL(str(path))
-        for name in ("pack", "linear", "rank", "decode_attention", "prefill_attention", "layers"):
+        for name in ("pack", "linear", "rank", "draw", "decode_attention", "prefill_attention", "layers"):
             getattr(library, f"holdback_{name}").restype = None
         self._pack = library.holdback_pack
         self._pack.argtypes = [_Pointer, _Int, _Int, _Pointer, ctypes.c_int]
@@ -106,6 +106,8 @@ class NativeKernels:
         self._linear.argtypes = [_Pointer, _Int, _Int, _Pointer, _Int, _Pointer, _Pointer, ctypes.c_int, ctypes.c_int]
         self._rank = library.holdback_rank
         self._rank.argtypes = [_Pointer, _Int, _Int, _Pointer, _Pointer, ctypes.c_int]
+        self._draw = library.holdback_draw
+        self._draw.argtypes = [_Pointer, _Int, _Int, *[_Pointer] * 6, ctypes.c_int]
         self._decode = library.holdback_decode_attention
         self._decode.argtypes = [_Pointer, _Int, _Pointer, _Int, _Pointer, _Pointer, _Pointer, ctypes.c_int]
         self._prefill = library.holdback_prefill_attention
@@ -162,6 +164,19 @@ class NativeKernels:
         pointers = (largest.data_ptr(), is_finite.data_ptr())
         self._rank(logits.data_ptr(), rows, size, *pointers, self._num_threads)
         return largest, is_finite
+
+    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.Tensor) -> torch.Tensor:
+        """As `executor_svc.draw.draw`: a token for each row of `logits` (float32 [rows, vocab_size]), int64 [rows]."""
+        logits, uniform = logits.contiguous(), uniform.contiguous()
+        rows, size = logits.shape
+        floats = torch.tensor([[row.temperature, row.top_p, row.min_p] for row in params], dtype=torch.float32)
+        temperature, top_p, min_p = floats.T.contiguous()
+        top_k = torch.tensor([size if row.top_k is None else row.top_k for row in params], dtype=torch.long)
+        tokens = torch.empty(rows, dtype=torch.long)
+        given = (logits, temperature, top_p, min_p, top_k, uniform, tokens)
+        pointers = [tensor.data_ptr() for tensor in given]
+        self._draw(pointers[0], rows, size, *pointers[1:], self._num_threads)
+        return tokens
 
     def decode_attention(
         self, pages: Pages, query: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
