@@ -67,6 +67,7 @@ class _Running:
         sampling: as in `StepInputs`.
         num_rows: real ones.
         started_ns: when the device could have begun it.
+        inputs: on the host, which must be there until the device has them.
         done: passed when the results are on the host; None where they are there already.
         ended_ns: when they were; 0 until that is known.
     """
@@ -75,6 +76,7 @@ class _Running:
     sampling: SamplingInputs | None
     num_rows: int
     started_ns: int
+    inputs: StepTensors
     done: Any = None
     ended_ns: int = 0
 
@@ -202,7 +204,7 @@ class CompiledDevice(Device):
         inputs = StepTensors(*(tensor.to(device, non_blocking=True) for tensor in requested.tensors))
         started_ns = time.perf_counter_ns()
         sampled = self._call(requested.key, inputs)
-        running = _Running(None, requested.sampling, requested.num_rows, started_ns)
+        running = _Running(None, requested.sampling, requested.num_rows, started_ns, requested.tensors)
         if requested.sampling is not None:
             running.sampled = SampledRows(*(tensor.to("cpu", non_blocking=True) for tensor in sampled))
         if device.type == "cpu":

@@ -17,10 +17,14 @@ from executor_svc.devices.base import GraphKey, StepInputs, StepResult
 from executor_svc.devices.compiled import CompiledDevice
 from executor_svc.devices.cpu import CpuDevice
 from executor_svc.graphs import warm_up
+from executor_svc.runner import NeuronModelRunner
 from holdback.types import Phase, RequestSpec, SamplingParams, TokenLogprobs
+from tests.executor.builders import Steps
 from tests.executor.compiled_models import CoreAtenBackend, CountingBackend, build_compiled, check_graph
 from tests.executor.model_families import save_family
 from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step, save_model, with_graph
+
+pytestmark = pytest.mark.compiled
 
 GREEDY = SamplingParams(temperature=0.0)
 BUCKETS: dict[str, Any] = {"prefill_buckets": (8,), "seqs_buckets": (4,), "context_buckets": (16, 64)}
@@ -203,7 +207,6 @@ def test_requests_that_sample_draw_the_tokens_of_the_cpu_device(device: Compiled
         assert found.token_ids.tolist() == expected.token_ids.tolist()
 
 
-@pytest.mark.compiled
 def test_every_graph_is_whole_static_and_made_of_core_operations(tiny_model: pathlib.Path) -> None:
     look = CoreAtenBackend()
     device = build_compiled(tiny_model, look, **BUCKETS)
@@ -215,7 +218,6 @@ def test_every_graph_is_whole_static_and_made_of_core_operations(tiny_model: pat
         device.close()
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("family", ["gemma2", "qwen3-moe", "gpt-oss"])
 def test_windows_caps_sinks_and_experts_are_core_operations_too(tmp_path: pathlib.Path, family: str) -> None:
     look = CoreAtenBackend()
@@ -241,6 +243,23 @@ def test_the_check_of_graphs_refuses_what_a_device_cannot_take() -> None:
         check_graph(make_fx(torch.nonzero)(*inputs), inputs)
     with pytest.raises(AssertionError, match="has the shape"):
         check_graph(make_fx(lambda x: x + 1, tracing_mode="symbolic")(*inputs), inputs)
+
+
+def test_the_runner_picks_the_graph_of_each_context(device: CompiledDevice, cpu: CpuDevice) -> None:
+    """Two chunks and 14 decodes of a request cross the bucket of 16, as a scheduler sends them."""
+    found = []
+    for one in (device, cpu):
+        runner, steps = NeuronModelRunner(one), Steps()
+        prompt = tokens(10)
+        runner.execute(steps.new("r", prompt, blocks=(5, 9), num_tokens=6, padded=8, sampling=GREEDY))
+        outputs = runner.execute(steps.chunk("r", 4, padded=8, blocks=(2,))).sampled_token_ids
+        for block in range(10, 24):
+            blocks = {"r": [block]} if (len(outputs) + 9) % 4 == 3 else None
+            outputs += runner.execute(steps.decode("r", blocks=blocks)).sampled_token_ids
+        runner.reset()
+        found.append(outputs)
+    assert found[0] == found[1]
+    assert len(found[0]) == 15
 
 
 def test_a_graph_that_fails_does_not_stop_the_next(device: CompiledDevice, cpu: CpuDevice) -> None:
