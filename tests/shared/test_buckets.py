@@ -12,6 +12,7 @@ from holdback.buckets import (
     check_kv_memory,
     check_limits,
     get_bucket_for_count,
+    get_default_decode_context_length_buckets,
     get_default_num_batched_tokens_buckets,
     get_default_num_seqs_buckets,
     max_kv_concurrent,
@@ -48,6 +49,18 @@ def test_default_prefill_buckets_are_powers_of_two_from_128_and_the_maximum(larg
 @pytest.mark.parametrize(("largest", "expected"), [(8, [1, 2, 4, 8]), (6, [1, 2, 4, 6]), (1, [1]), (3, [1, 2, 3])])
 def test_default_decode_buckets_are_powers_of_two_from_1_and_the_maximum(largest: int, expected: list[int]) -> None:
     assert get_default_num_seqs_buckets(largest) == expected
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"), [(1024, [256, 512, 1024]), (1000, [256, 512, 1000]), (257, [256, 257]), (200, [200])]
+)
+def test_default_context_buckets_are_powers_of_two_from_256_and_the_longest(longest: int, expected: list[int]) -> None:
+    assert get_default_decode_context_length_buckets(longest) == expected
+
+
+def test_prefill_buckets_of_a_device_that_takes_none_so_small_begin_higher() -> None:
+    assert get_default_num_batched_tokens_buckets(2048, 512) == [512, 1024, 2048]
+    assert get_default_num_batched_tokens_buckets(300, 512) == [300]
 
 
 @pytest.mark.parametrize(("count", "bucket"), [(1, 128), (127, 128), (128, 128), (129, 256), (1500, 2048)])
