@@ -70,7 +70,7 @@ class Progress:
             request.sampling.seed = self.started.seed
         request.output_token_ids.extend(self._new_token_ids)
         if self._has_text:
-            request.echo = False
+            request.ClearField("echo")
         return request
 
     def finish(self) -> None:
