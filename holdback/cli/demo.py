@@ -12,6 +12,7 @@ from typing import IO
 
 from holdback import rpc
 from holdback.cli.local import LocalStack, run_until_signal
+from holdback.cli.progress import tell
 from holdback.cli.up import parse as parse_up
 from holdback.client import AsyncClient
 from holdback.errors import HoldbackError, InternalError
@@ -33,22 +34,33 @@ def demo(argv: list[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     up, arguments = parse_up(rest)
 
-    async def ask_all(stack: LocalStack) -> None:
-        print(f"Ready after {time.monotonic() - began:.1f} s. Gateway on {stack.gateway_address}.\n", flush=True)
-        for number, prompt in enumerate((QUESTION, long_prompt())):
-            await _ask(stack, f"demo-{number}", prompt, own.max_tokens)
+    async def start_and_ask(log: IO[bytes]) -> bool:
+        telling = asyncio.create_task(tell(pathlib.Path(log.name)))
+
+        async def ask_all(stack: LocalStack) -> None:
+            telling.cancel()
+            await _ask_all(stack, own.max_tokens, began)
+
+        try:
+            return await run_until_signal(LocalStack(arguments, num_executors=up.executors, log=log), ask_all)
+        finally:
+            telling.cancel()
 
     began = time.monotonic()
     print("Starting scheduler, gateway and executor; the executor warms up every bucket ...", flush=True)
     with tempfile.NamedTemporaryFile(prefix="holdback-demo-", suffix=".log") as log:
         try:
-            is_complete = asyncio.run(
-                run_until_signal(LocalStack(arguments, num_executors=up.executors, log=log), ask_all)
-            )
+            is_complete = asyncio.run(start_and_ask(log))
         except HoldbackError:
             print(f"The processes said last:\n{tail(log)}", flush=True)
             raise
     return 0 if is_complete else 130
+
+
+async def _ask_all(stack: LocalStack, max_tokens: int, began: float) -> None:
+    print(f"Ready after {time.monotonic() - began:.1f} s. Gateway on {stack.gateway_address}.\n", flush=True)
+    for number, prompt in enumerate((QUESTION, long_prompt())):
+        await _ask(stack, f"demo-{number}", prompt, max_tokens)
 
 
 async def _ask(stack: LocalStack, request_id: str, prompt: str, max_tokens: int) -> None:
