@@ -1,7 +1,7 @@
 """The command `holdback`: finds the command that was called and loads nothing else.
 
-`up`, `generate` and other commands of this package are in the table below; each service adds its own as entry points of
-the group `holdback.commands`. Every command is a function of its arguments that returns the exit status.
+`up`, `generate`, `chat` and other commands of this package are in the table below; each service adds its own as entry
+points of the group `holdback.commands`. Every command is a function of its arguments that returns the exit status.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ Command = Callable[[list[str]], int]
 OWN_COMMANDS = {
     "up": "holdback.cli.up:up",
     "generate": "holdback.cli.generate:generate",
+    "chat": "holdback.cli.chat:chat",
     "demo": "holdback.cli.demo:demo",
 }
 SUMMARIES = {
     "up": "start scheduler, executor and gateway on this machine",
     "generate": "stream an answer to the terminal",
+    "chat": "hold a conversation in the terminal",
     "demo": "start everything, ask two questions, show the steps, stop",
     "scheduler": "start a scheduler",
     "executor": "start an executor",

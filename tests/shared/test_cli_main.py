@@ -91,7 +91,7 @@ def test_usage_lists_every_command_with_a_summary(
     assert cli.main(argv) == status
     shown = capsys.readouterr()
     text = shown.out if status == 0 else shown.err
-    for name in ("demo", "executor", "gateway", "generate", "model", "replay", "scheduler", "up"):
+    for name in ("chat", "demo", "executor", "gateway", "generate", "model", "replay", "scheduler", "up"):
         assert f"  {name:<12}{cli.SUMMARIES[name]}" in text.splitlines()
 
 
