@@ -35,6 +35,9 @@ class ServiceConfig(pydantic.BaseModel):
     host: str = pydantic.Field("127.0.0.1", description="address to listen on, a literal IP")
     port: int = pydantic.Field(0, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     health_port: int = pydantic.Field(0, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one")
+    metrics_port: int | None = pydantic.Field(
+        None, ge=0, le=65535, description="port of /metrics, for Prometheus; 0 takes a free one, null: no such port"
+    )
     tls_cert: pathlib.Path | None = pydantic.Field(
         None, description="PEM file with the certificate chain of this process, to serve with TLS"
     )

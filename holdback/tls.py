@@ -88,6 +88,23 @@ class Tls:
         pair = (_read(self.key) or b"", _read(self.cert) or b"")
         return grpc.ssl_server_certificate_configuration([pair], _read(self.client_ca))
 
+    def http_context(self) -> ssl.SSLContext | None:
+        """What an HTTP server listens with; None without a certificate. Raises ConfigError as `check`."""
+        self.check()
+        if self.cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.load_into(context)
+        return context
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Gives a server's context the files as they are now. Raises SSLError or OSError."""
+        if self.cert is not None:
+            context.load_cert_chain(self.cert, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+
     def stamp(self) -> Stamp:
         """Changes when a file does."""
         paths = (self.cert, self.key, self.client_ca, self.ca)

@@ -92,6 +92,12 @@ class SchedulerServiceConfig(ServiceConfig):
     num_state_steps: int = pydantic.Field(
         256, ge=1, le=65_536, description="last steps that are kept of each executor, for GetState"
     )
+    served_model_name: str | None = pydantic.Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="name of the model in metrics; null: that of the first executor's model directory",
+    )
     model_fingerprint: str | None = pydantic.Field(
         None,
         min_length=1,

@@ -41,7 +41,16 @@ from scheduler_svc.lane import Lane
 from scheduler_svc.limits import check_room, check_sizes, check_wait, expected_wait_s
 from scheduler_svc.placement import Placement
 from scheduler_svc.pool import Pool
-from scheduler_svc.requests import MAX_REQUEST_ID_BYTES, Resubmission, Session, Submission, log_end, make_req_id
+from scheduler_svc.requests import (
+    MAX_REQUEST_ID_BYTES,
+    Cause,
+    Resubmission,
+    Session,
+    Submission,
+    log_end,
+    make_req_id,
+    replaced_error,
+)
 from scheduler_svc.steps import StepTotals
 
 log = structlog.get_logger(__name__)
@@ -57,6 +66,8 @@ class Dispatcher:
         queue: submissions that wait and whose model is known.
         placement: chooses the lane of the next one.
         num_finished: ends since start, by reason.
+        num_moves: requests that were taken back to the queue, by what took them from their lane.
+        num_lanes_left: by the same.
     """
 
     def __init__(self, config: SchedulerServiceConfig, pool: Pool, clock: Clock) -> None:
@@ -73,6 +84,8 @@ class Dispatcher:
         self.placement = Placement(self.queue, self._submissions, clock)
         self._deadlines = Deadlines(clock, self._expire, self.placement.wake_chosen)
         self.num_finished = Counter[FinishReason]()
+        self.num_moves = Counter[Cause]()
+        self.num_lanes_left = Counter[Cause]()
         pool.on_change(self._pool_changed)
 
     @property
@@ -140,7 +153,7 @@ class Dispatcher:
             self.refuse(session, handle, spec.request_id, Usage(prompt_tokens=len(spec.prompt_token_ids)), error)
             return
         if replaced is not None:
-            self._end(replaced, FinishReason.ABORT, error=_replaced(spec))
+            self._end(replaced, FinishReason.ABORT, error=replaced_error(spec))
         self._add(session, handle, spec, resubmission)
 
     def refuse(self, session: Session, handle: int, request_id: str, usage: Usage, error: HoldbackError) -> None:
@@ -251,6 +264,8 @@ class Dispatcher:
         self.placement.remove(lane)
         del self._fan_outs[lane]
         blamed = lane.req_ids_to_blame if is_lost else set()
+        cause = Cause.LOSS if is_lost else Cause.DRAIN
+        self.num_lanes_left[cause] += 1
         for request in lane.core.release_all():
             submission = self._submissions[request.req_id]
             self._unbind(submission, request)
@@ -259,6 +274,7 @@ class Dispatcher:
             if submission.num_moves > self._config.max_request_moves:
                 self._end(submission, FinishReason.ERROR, error=self._too_many_moves(submission))
             else:
+                self.num_moves[cause] += 1
                 self.queue.add(submission)
         self._end_stranded(lane)
         self._pool.executor_left()
@@ -303,6 +319,7 @@ class Dispatcher:
         submission = self._submissions[request.req_id]
         if submission.lane is not None:
             self._unbind(submission, request)
+            self.num_moves[Cause.BAD_BLOCK] += 1
         self.queue.add(submission)
 
     def _unbind(self, submission: Submission, request: Request) -> None:
@@ -376,13 +393,6 @@ class Dispatcher:
         self.queue.remove(submission)
         if was_head:
             self.placement.wake_chosen()
-
-
-def _replaced(spec: RequestSpec) -> RequestAbortedError:
-    return RequestAbortedError(
-        f"request_id {spec.request_id!r} was submitted again with generation {spec.generation}",
-        reason=ErrorReason.REPLACED_BY_NEWER_GENERATION,
-    )
 
 
 def _request_error(reason: ErrorReason, lane: Lane) -> InternalError:

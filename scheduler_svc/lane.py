@@ -33,6 +33,7 @@ from holdback.types import ExecutorInfo, FinishReason, ModelRunnerOutput, Phase,
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.core.async_scheduling import NeuronAsyncScheduler
+from scheduler_svc.core.checks import HeldBack
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.output import StepUpdate
@@ -119,7 +120,7 @@ class Lane:
         self._oldest_is_to_blame = False
         self._is_checked = False
         self._next_check_at = 0.0
-        self._asked: tuple[Request, str | None] | None = None
+        self._asked: tuple[Request, HeldBack | None] | None = None
         self._estimated: tuple[Request, int] | None = None
 
     @property
@@ -185,13 +186,13 @@ class Lane:
         self.core.finish_request(req_id, reason)
         self._wakeup.set()
 
-    def why_not(self, request: Request) -> str | None:
-        """Why the core does not take a waiting request now; None when it does.
+    def held_back_by(self, request: Request) -> HeldBack | None:
+        """The check by which the core does not take a waiting request now; None when it does.
 
         All lanes are asked whenever one may take the head, and the answer of most has not changed since.
         """
         if self._asked is None or self._asked[0] is not request:
-            self._asked = request, self.core.why_not(request)
+            self._asked = request, self.core.held_back_by(request)
         return self._asked[1]
 
     def why_not_yet(self) -> str | None:

@@ -13,9 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scheduler_svc.clock import Clock, Timer
+from scheduler_svc.core.checks import Check, HeldBack
 from scheduler_svc.global_queue import GlobalQueue
 from scheduler_svc.lane import Lane
 from scheduler_svc.requests import Submission
+
+_DRAINING = HeldBack(Check.DRAINING, "it is draining")
+_MOVES_USED_UP = HeldBack(Check.MOVES_USED_UP, "another request there has also used up max_request_moves")
 
 
 class Placement:
@@ -23,6 +27,7 @@ class Placement:
 
     Attributes:
         lanes: that serve, in order of joining.
+        num_held_back: times that a lane was about to choose a step and could not take what is next, by check.
 
     Args:
         queue: whose head is placed.
@@ -31,6 +36,7 @@ class Placement:
 
     def __init__(self, queue: GlobalQueue, submissions: Mapping[str, Submission], clock: Clock) -> None:
         self.lanes: list[Lane] = []
+        self.num_held_back = dict.fromkeys(Check, 0)
         self._queue = queue
         self._submissions = submissions
         self._clock = clock
@@ -61,7 +67,9 @@ class Placement:
     def choose(self, submission: Submission) -> Lane | None:
         """The lane that is to take a request which is next for some; None while none of them accepts it."""
         accepting = [
-            lane for lane in self.lanes if self.next_for(lane) is submission and self.why_not(submission, lane) is None
+            lane
+            for lane in self.lanes
+            if self.next_for(lane) is submission and self.held_back_by(submission, lane) is None
         ]
         if len(accepting) < 2:
             return accepting[0] if accepting else None
@@ -74,11 +82,16 @@ class Placement:
 
     def why_not(self, submission: Submission, lane: Lane) -> str | None:
         """Why a lane does not take a waiting request now; None when it does."""
+        held_back = self.held_back_by(submission, lane)
+        return None if held_back is None else held_back.why
+
+    def held_back_by(self, submission: Submission, lane: Lane) -> HeldBack | None:
+        """The check by which a lane does not take a waiting request now; None when it does."""
         if lane.is_draining:
-            return "it is draining"
+            return _DRAINING
         if submission.has_used_up_moves and self._runs_one_without_moves(lane):
-            return "another request there has also used up max_request_moves"
-        return lane.why_not(submission.core_request)
+            return _MOVES_USED_UP
+        return lane.held_back_by(submission.core_request)
 
     def _runs_one_without_moves(self, lane: Lane) -> bool:
         return any(self._submissions[request.req_id].has_used_up_moves for request in lane.core.running)
@@ -87,8 +100,12 @@ class Placement:
         """Before each `schedule()` of a lane: offers it what is next for it, if it is the one to take that."""
         lane.queue.offered = None
         submission = self.next_for(lane)
-        if submission is None or self.why_not(submission, lane) is not None:
+        if submission is None:
+            return
+        held_back = self.held_back_by(submission, lane)
+        if held_back is not None:
             # The others were woken when something changed that concerns them.
+            self.num_held_back[held_back.check] += 1
             return
         chosen = self.choose(submission)
         if chosen is lane:

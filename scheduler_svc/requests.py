@@ -7,12 +7,19 @@ outputs so far.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
-from holdback.errors import AlreadyExistsError, HoldbackError, InvalidArgumentError
+from holdback.errors import (
+    AlreadyExistsError,
+    ErrorReason,
+    HoldbackError,
+    InvalidArgumentError,
+    RequestAbortedError,
+)
 from holdback.types import FinishReason, RequestSpec, Usage
 from scheduler_svc.core.request import Request
 from scheduler_svc.outbox import Outbox
@@ -23,6 +30,20 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MAX_REQUEST_ID_BYTES = 256
+
+
+class Cause(enum.Enum):
+    """Why a request goes back to the queue, or an executor leaves.
+
+    Attributes:
+        LOSS: the executor was lost, or a step of it failed.
+        DRAIN: it was told to stop.
+        BAD_BLOCK: the request had hit blocks that turned out bad; it starts again.
+    """
+
+    LOSS = "loss"
+    DRAIN = "drain"
+    BAD_BLOCK = "bad_block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +166,14 @@ class Session:
                 f"{living.spec.generation}; allowed: another id, or a higher generation"
             )
         return living
+
+
+def replaced_error(spec: RequestSpec) -> RequestAbortedError:
+    """What ends a request that its gateway has submitted again."""
+    return RequestAbortedError(
+        f"request_id {spec.request_id!r} was submitted again with generation {spec.generation}",
+        reason=ErrorReason.REPLACED_BY_NEWER_GENERATION,
+    )
 
 
 def log_end(submission: Submission, reason: FinishReason, error: HoldbackError | None, now: float) -> None:

@@ -14,6 +14,7 @@ import structlog
 from holdback import rpc
 from holdback.errors import HoldbackError, InternalError
 from holdback.health import HealthServer
+from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc import state
@@ -22,6 +23,7 @@ from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.executors import ExecutorRegistry
 from scheduler_svc.gateways import Gateways
+from scheduler_svc.metrics import METRICS, SchedulerMetrics
 from scheduler_svc.pool import Pool
 
 log = structlog.get_logger(__name__)
@@ -93,6 +95,7 @@ class SchedulerServer:
         dispatcher: requests and lanes.
         port: of `SchedulerService`, once started.
         health_port: of `grpc.health.v1`, once started.
+        metrics_port: of the metrics, once started; None without.
     """
 
     def __init__(self, config: SchedulerServiceConfig, clock: Clock | None = None) -> None:
@@ -103,15 +106,20 @@ class SchedulerServer:
         self._registry = ExecutorRegistry(config, self.pool, self.dispatcher, clock)
         self._gateways = Gateways(config, self.pool, self.dispatcher)
         self._health = HealthServer(config.host, config.health_port)
+        metrics = SchedulerMetrics(config, self.pool, self.dispatcher)
+        self._metrics = MetricsServer(Exposition(METRICS, metrics).text, config.tls)
         self._server = rpc.create_server()
         self._readiness = asyncio.Event()
         self._readiness_task: asyncio.Task[None] | None = None
         self.port = 0
         self.health_port = 0
+        self.metrics_port: int | None = None
 
     async def start(self) -> None:
         """Listens, health first. Raises ConfigError when a port is in use."""
         self.health_port = await self._health.start()
+        if self._config.metrics_port is not None:
+            self.metrics_port = await self._metrics.start(self._config.host, self._config.metrics_port)
         servicer = SchedulerServicer(self._registry, self._gateways, self.pool, self.dispatcher)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._server)
         self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
@@ -119,8 +127,9 @@ class SchedulerServer:
         self.pool.on_change(self._readiness.set)
         self._readiness_task = asyncio.create_task(self._report_readiness())
         if self._config.ports_file is not None:
-            write_ports_file(self._config.ports_file, self.port, self.health_port)
-        log.info("scheduler_listens", host=self._config.host, port=self.port, health_port=self.health_port)
+            write_ports_file(self._config.ports_file, self.port, self.health_port, metrics_port=self.metrics_port)
+        ports = {"port": self.port, "health_port": self.health_port, "metrics_port": self.metrics_port}
+        log.info("scheduler_listens", host=self._config.host, **ports)
 
     async def stop(self) -> None:
         """Ends every stream with UNAVAILABLE (SHUTTING_DOWN), then the servers."""
@@ -131,6 +140,7 @@ class SchedulerServer:
         if self._readiness_task is not None:
             self._readiness_task.cancel()
         await self._health.stop()
+        await self._metrics.stop()
         log.info("scheduler_stopped")
 
     async def _report_readiness(self) -> None:

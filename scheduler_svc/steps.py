@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdback.distribution import Distribution
 from holdback.errors import InternalError
 from holdback.types import ModelRunnerOutput, Phase, SchedulerOutput, SchedulerState, StepTimings
 
@@ -73,6 +74,12 @@ class SentStep:
         )
 
 
+PADDING_TOKENS = tuple(2**power for power in range(5, 15))
+PADDING_ROWS = tuple(2**power for power in range(8))
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of what is counted of steps; vLLM and vLLM Neuron have the same for these numbers."""
+
+
 @dataclass(slots=True)
 class GraphTotal:
     """What one compiled shape was used for.
@@ -81,11 +88,19 @@ class GraphTotal:
         num_steps: that ran it.
         num_tokens: computed by them.
         num_padding: what is left of the shape, tokens of a prefill or rows of a decode.
+        padding: of each step.
     """
 
+    padding: Distribution
     num_steps: int = 0
     num_tokens: int = 0
     num_padding: int = 0
+
+    def add(self, other: GraphTotal) -> None:
+        self.padding.add(other.padding)
+        self.num_steps += other.num_steps
+        self.num_tokens += other.num_tokens
+        self.num_padding += other.num_padding
 
 
 class StepTotals:
@@ -93,28 +108,36 @@ class StepTotals:
 
     Attributes:
         graphs: by phase and size.
+        tokens: of each step, padding left out.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[tuple[Phase, int], GraphTotal] = {}
+        self.tokens = Distribution(STEP_TOKENS)
 
     def count(self, step: SentStep) -> None:
         if step.phase is None:
             return
         num_tokens = step.num_tokens
-        self._add(step.phase, step.size, 1, num_tokens, step.size - num_tokens)
+        num_padding = step.size - num_tokens
+        total = self._graph(step.phase, step.size)
+        total.num_steps += 1
+        total.num_tokens += num_tokens
+        total.num_padding += num_padding
+        total.padding.observe(num_padding)
+        self.tokens.observe(num_tokens)
 
     def add(self, other: StepTotals) -> None:
         for (phase, size), total in other.graphs.items():
-            self._add(phase, size, total.num_steps, total.num_tokens, total.num_padding)
+            self._graph(phase, size).add(total)
+        self.tokens.add(other.tokens)
 
-    def _add(self, phase: Phase, size: int, num_steps: int, num_tokens: int, num_padding: int) -> None:
+    def _graph(self, phase: Phase, size: int) -> GraphTotal:
         total = self.graphs.get((phase, size))
         if total is None:
-            total = self.graphs[phase, size] = GraphTotal()
-        total.num_steps += num_steps
-        total.num_tokens += num_tokens
-        total.num_padding += num_padding
+            bounds = PADDING_TOKENS if phase is Phase.PREFILL else PADDING_ROWS
+            total = self.graphs[phase, size] = GraphTotal(Distribution(bounds))
+        return total
 
 
 @dataclass(slots=True)

@@ -60,7 +60,7 @@ class HttpServer:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            ssl_context_factory=None if tls.cert is None else lambda *_: _ssl_context(tls),
+            ssl_context_factory=None if tls.cert is None else lambda *_: _context_of(tls),
         )
         self._server = _Server(config, tls)
         self._socket: socket.socket | None = None
@@ -131,20 +131,12 @@ class _Server(uvicorn.Server):
             return
         self._tls_stamp = stamp
         try:
-            _load(self.config.ssl, self._tls)
+            self._tls.load_into(self.config.ssl)
         except (ssl.SSLError, OSError) as error:
             log.error("certificates_kept", why=str(error))  # half written, perhaps; they will change again
 
 
-def _ssl_context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    _load(context, tls)
+def _context_of(tls: Tls) -> ssl.SSLContext:
+    context = tls.http_context()
+    assert context is not None, "a server without a certificate has no context"  # noqa: S101
     return context
-
-
-def _load(context: ssl.SSLContext, tls: Tls) -> None:
-    assert tls.cert is not None, "a server without a certificate has no context"  # noqa: S101
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.client_ca is not None:
-        context.load_verify_locations(tls.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED

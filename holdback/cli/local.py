@@ -42,6 +42,7 @@ class LocalProcess:
         port: of its service, once known.
         health_port: of its health service, once known.
         http_port: of the gateway's HTTP API, once known; None where there is none.
+        metrics_port: of its metrics, once known; None where there are none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class LocalProcess:
     port: int = 0
     health_port: int = 0
     http_port: int | None = None
+    metrics_port: int | None = None
     exited: asyncio.Task[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class LocalProcess:
                 raise self.failure()
         ports = json.loads(self.ports_file.read_text(encoding="utf-8"))
         self.port, self.health_port = ports["port"], ports["health_port"]
-        self.http_port = ports.get("http_port")
+        self.http_port, self.metrics_port = ports.get("http_port"), ports.get("metrics_port")
 
     def failure(self) -> ConfigError | InternalError:
         """Why a process that should run does not; its own last lines, on standard error, say more."""

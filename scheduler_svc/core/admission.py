@@ -45,6 +45,10 @@ class AdmissionPolicy:
     def release(self, request: Request) -> None:
         """`request` is about to give its blocks back."""
 
+    def peak_blocks(self, running: Sequence[Request]) -> int:
+        """Most blocks that `running` may come to hold at once, by this rule; for people."""
+        raise NotImplementedError
+
     def check_integrity(self, running: Sequence[Request]) -> None:
         """Compares what the policy remembers with `running`. Raises InternalError."""
 
@@ -56,13 +60,17 @@ class MaxModelLenAdmission(AdmissionPolicy):
         max_kv_concurrent: how many.
     """
 
-    def __init__(self, max_kv_concurrent: int) -> None:
-        self.max_kv_concurrent = max_kv_concurrent
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.max_kv_concurrent = config.max_kv_concurrent
+        self._num_blocks = blocks_for(config.max_model_len, config.block_size)
 
     def why_not(self, request: Request, running: Sequence[Request]) -> str | None:
         if len(running) < self.max_kv_concurrent:
             return None
         return f"{len(running)} requests run; KV memory holds {self.max_kv_concurrent} of max_model_len"
+
+    def peak_blocks(self, running: Sequence[Request]) -> int:
+        return len(running) * self._num_blocks
 
 
 class ReservedAdmission(AdmissionPolicy):
@@ -81,6 +89,9 @@ class ReservedAdmission(AdmissionPolicy):
         if self.num_reserved + needed <= usable:
             return None
         return f"the running requests may need {self.num_reserved} blocks and this one {needed}; {usable} are usable"
+
+    def peak_blocks(self, running: Sequence[Request]) -> int:
+        return self.num_reserved
 
     def bind(self, request: Request) -> None:
         self.num_reserved += self._worst_case(request)

@@ -18,6 +18,7 @@ from holdback.buckets import get_bucket_for_count
 from holdback.errors import ConfigError, InternalError
 from holdback.types import ModelRunnerOutput, Phase, SchedulerOutput, SchedulerState
 from scheduler_svc.core.admission import AdmissionPolicy, MaxModelLenAdmission, ReservedAdmission
+from scheduler_svc.core.checks import Check, HeldBack
 from scheduler_svc.core.config import KvAdmission, SchedulerConfig
 from scheduler_svc.core.output import Batch, StepRecord
 from scheduler_svc.core.phased import PhasedAdmission
@@ -73,7 +74,7 @@ class NeuronScheduler(Scheduler):
     def _new_admission(self) -> AdmissionPolicy:
         match self.config.kv_admission:
             case KvAdmission.MAX_MODEL_LEN:
-                return MaxModelLenAdmission(self.config.max_kv_concurrent)
+                return MaxModelLenAdmission(self.config)
             case KvAdmission.RESERVED:
                 return ReservedAdmission(self.config)
             case KvAdmission.PHASED:
@@ -99,6 +100,11 @@ class NeuronScheduler(Scheduler):
         """K1's number: requests of `max_model_len` that KV memory holds; not cut to `max_num_seqs`."""
         return self.config.max_kv_concurrent
 
+    @property
+    def num_peak_blocks(self) -> int:
+        """Most blocks that the running requests may come to hold at once, by the rule of admission; for people."""
+        return self.admission.peak_blocks(self.running)
+
     def _is_prefill_request(self, request: Request) -> bool:
         return request.is_prefill
 
@@ -107,21 +113,30 @@ class NeuronScheduler(Scheduler):
         return self.why_not(request) is None
 
     def why_not(self, request: Request) -> str | None:
-        """The first check that refuses `request` now, in words with its numbers; None when it can be scheduled."""
+        """Why `request` is refused now, in words with the numbers; None when it can be scheduled."""
+        held_back = self.held_back_by(request)
+        return None if held_back is None else held_back.why
+
+    def held_back_by(self, request: Request) -> HeldBack | None:
+        """The first check that refuses `request` now; None when it can be scheduled."""
         num_running = len(self.running)
         if num_running >= self.max_num_seqs:
-            return f"{num_running} requests run; max_num_seqs is {self.max_num_seqs}"
+            return HeldBack(Check.SLOTS, f"{num_running} requests run; max_num_seqs is {self.max_num_seqs}")
         if self.has_prefill_in_running:
             prefill = next(filter(self._is_prefill_request, self.running))
             done = f"{prefill.num_computed_tokens} of {prefill.num_prefill_tokens} tokens"
-            return f"request {prefill.spec.request_id!r} is prefilling, {done} are computed"
+            why = f"request {prefill.spec.request_id!r} is prefilling, {done} are computed"
+            return HeldBack(Check.PREFILL, why)
         if len(self._let_through) >= self.max_prefills_per_batch:
-            return f"{len(self._let_through)} prefill is in this batch; allowed: {self.max_prefills_per_batch}"
-        return (
-            self.admission.why_not(request, self.running)
-            or self._why_not_placed(request)
-            or self._why_decode_first(request)
-        )
+            why = f"{len(self._let_through)} prefill is in this batch; allowed: {self.max_prefills_per_batch}"
+            return HeldBack(Check.PREFILL, why)
+        if (why_not := self.admission.why_not(request, self.running)) is not None:
+            return HeldBack(Check.KV_ADMISSION, why_not)
+        if (why_not := self._why_not_placed(request)) is not None:
+            return HeldBack(Check.KV_BLOCKS, why_not)
+        if (why_not := self._why_decode_first(request)) is not None:
+            return HeldBack(Check.DECODE_FIRST, why_not)
+        return None
 
     def _why_decode_first(self, request: Request) -> str | None:
         """Whether a decode step must come before `request` is bound, for its first chunk would make the stall too long.

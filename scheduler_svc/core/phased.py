@@ -115,6 +115,11 @@ class PhasedAdmission(AdmissionPolicy):
         self._refusal = self._refuse(candidate, overflow)
         return self._refusal.reason
 
+    def peak_blocks(self, running: Sequence[Request]) -> int:
+        """Of those that decode; one that prefills counts with the blocks that it holds now."""
+        num_held = self._pool.num_usable - self._pool.num_free
+        return max(num_held, *self._profile.used) if self._profile.used else num_held
+
     def _candidate(self, request: Request) -> Candidate:
         hit = self._hits.find(request)
         num_decodes_between = 0

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdback.errors import UnavailableError
+from scheduler_svc.core.checks import HeldBack
 from scheduler_svc.core.config import SchedulingPolicy
 from scheduler_svc.core.request import Request
 from scheduler_svc.global_queue import GlobalQueue
@@ -172,13 +173,15 @@ async def test_a_lane_is_asked_again_only_when_something_happened_there(
     steps, stands = (simulation.add_lane(name, is_stepped=True, max_num_seqs=2) for name in ("steps", "stands"))
     asked = Counter[str]()
     for lane in (steps, stands):
-        why_not, name = lane.lane.core.why_not, lane.lane.info.executor_id
+        ask, name = lane.lane.core.held_back_by, lane.lane.info.executor_id
 
-        def count(request: Request, name: str = name, why_not: Callable[..., str | None] = why_not) -> str | None:
+        def count(
+            request: Request, name: str = name, ask: Callable[[Request], HeldBack | None] = ask
+        ) -> HeldBack | None:
             asked[name] += 1
-            return why_not(request)
+            return ask(request)
 
-        monkeypatch.setattr(lane.lane.core, "why_not", count)
+        monkeypatch.setattr(lane.lane.core, "held_back_by", count)
     for handle in range(4):
         simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle), max_tokens=30))
         await settle()
