@@ -370,7 +370,9 @@ class ModelRunnerOutput(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
-        """Log-probabilities of the rows that asked for them."""
+        """Log-probabilities of the rows that asked for them. Those of other rows, more than were asked for, of another token
+        than the sampled one, or that are neither numbers nor -inf, reset the lane.
+        """
 
     @_builtins.property
     def failed_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

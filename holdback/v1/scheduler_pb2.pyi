@@ -582,7 +582,7 @@ class Resubmission(_message.Message):
     has_started: _builtins.bool
     """It ran on an executor: it goes in front of those of its priority that only waited."""
     age_ms: _builtins.int
-    """Milliseconds since it was first submitted, by which those of several gateways keep their order."""
+    """Milliseconds since it was first submitted, by which those of several gateways keep their order; in [0, 315360000000]."""
     def __init__(
         self,
         *,
