@@ -24,9 +24,9 @@ MODEL = ModelInfo("tiny", "tiny", VOCAB_SIZE, (EOS,), 64)
 class Both:
     """The two samplers, given the same requests and the same steps."""
 
-    def __init__(self, max_logprobs: int = 20) -> None:
-        self.sampler = Sampler(NUM_SLOTS, VOCAB_SIZE, (EOS,))
-        self.tables = DeviceTables(NUM_SLOTS, MODEL, max_logprobs, torch.device("cpu"))
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        self.sampler = Sampler(num_slots, VOCAB_SIZE, (EOS,))
+        self.tables = DeviceTables(num_slots, MODEL, 20, torch.device("cpu"))
 
     def start(self, slot: int, params: SamplingParams, prompt: Any = (5, 6, 7), outputs: Any = ()) -> None:
         spec = RequestSpec("r", list(prompt), params, output_token_ids=list(outputs))
@@ -88,15 +88,15 @@ def test_mixed_batches_give_the_tokens_of_the_sampler(seed: int) -> None:
 
 
 def test_each_filter_keeps_the_tokens_that_the_sampler_keeps() -> None:
-    """Each row draws at many places of its distribution, so a token too many or too few would be drawn."""
+    """Rows draw at 100 places of one distribution, so a token too many or too few would be drawn."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(1, VOCAB_SIZE, generator=generator) * 4).round() / 2
+    uniform = torch.arange(100) / 100 + 0.003
     for changes in ({"top_k": 7}, {"top_k": 301}, {"top_p": 0.6}, {"min_p": 0.03}, {"top_k": 9, "top_p": 0.7}):
-        params = SamplingParams(**changes)
-        for place in range(100):
-            uniform = torch.tensor([place / 100 + 0.003])
-            expected, found = Both().sample(logits, [params], 0, uniform)
-            assert found.token_ids.tolist() == expected.token_ids.tolist(), (changes, place)
+        params = [SamplingParams(**changes)] * 100
+        expected, found = Both(num_slots=100).sample(logits.expand(100, -1), params, 0, uniform)
+        assert found.token_ids.tolist() == expected.token_ids.tolist(), changes
+        assert len(set(found.token_ids.tolist())) > 1
 
 
 def test_the_largest_random_number_draws_the_last_token_that_is_kept() -> None:
