@@ -1,0 +1,50 @@
+{{/*
+Gives `dst` every key of `src` that it lacks, mapping by mapping. A key that is there stays as it is, with 0, false and
+"" too, which sprig's merge would replace.
+*/}}
+{{- define "holdback.fill" -}}
+{{- $dst := .dst -}}
+{{- range $key, $value := .src -}}
+{{- if not (hasKey $dst $key) -}}
+{{- $_ := set $dst $key $value -}}
+{{- else if and (kindIs "map" $value) (kindIs "map" (get $dst $key)) -}}
+{{- include "holdback.fill" (dict "dst" (get $dst $key) "src" $value) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+All pools with what they leave out filled in, as JSON `{"pools": [...]}`, and beside it what is derived once:
+schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fullname, guaranteed of a group.
+*/}}
+{{- define "holdback.pools" -}}
+{{- $root := . -}}
+{{- $prefix := include "holdback.fullname" . -}}
+{{- $port := (include "holdback.ports" . | fromJson).scheduler | int -}}
+{{- $pools := list -}}
+{{- range .Values.pools -}}
+{{- $pool := deepCopy . -}}
+{{- include "holdback.fill" (dict "dst" $pool "src" (deepCopy $root.Values.poolDefaults)) -}}
+{{- $scheduler := printf "%s-%s-scheduler" $prefix $pool.name -}}
+{{- $_ := set $pool "schedulerName" $scheduler -}}
+{{- $_ := set $pool "schedulerAddress" (printf "%s.%s.svc:%d" $scheduler $root.Release.Namespace $port) -}}
+{{- $groups := list -}}
+{{- $numExecutors := 0 -}}
+{{- $startup := 0 -}}
+{{- range $pool.executors -}}
+{{- $group := . -}}
+{{- include "holdback.fill" (dict "dst" $group "src" (deepCopy $root.Values.executorDefaults)) -}}
+{{- $_ := set $group "fullname" (printf "%s-%s-%s" $prefix $pool.name $group.name) -}}
+{{- $guaranteed := ternary $group.replicas $group.autoscaling.minReplicas (eq $group.autoscaling.type "none") | int -}}
+{{- $_ := set $group "guaranteed" $guaranteed -}}
+{{- $numExecutors = add $numExecutors $guaranteed -}}
+{{- $startup = max $startup (int $group.startupTimeoutSeconds) -}}
+{{- $groups = append $groups $group -}}
+{{- end -}}
+{{- $_ := set $pool "executors" $groups -}}
+{{- $_ := set $pool "numExecutors" $numExecutors -}}
+{{- $_ := set $pool "startupTimeoutSeconds" $startup -}}
+{{- $pools = append $pools $pool -}}
+{{- end -}}
+{{- dict "pools" $pools | toJson -}}
+{{- end -}}

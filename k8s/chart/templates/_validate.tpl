@@ -1,0 +1,221 @@
+{{/*
+What compares two values; single ones are values.schema.json's. Each check adds sentences to `problems`, a mapping whose
+keys they are, so that one run tells all of them.
+*/}}
+
+{{- define "holdback.validate" -}}
+{{- $problems := dict -}}
+{{- include "holdback.validate.tls" (dict "root" . "problems" $problems) -}}
+{{- include "holdback.validate.gateway" (dict "root" . "problems" $problems) -}}
+{{- include "holdback.validate.pools" (dict "root" . "problems" $problems) -}}
+{{- with keys $problems | sortAlpha -}}
+{{- fail (printf "\n- %s\n" (join "\n- " .)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.tls" -}}
+{{- $tls := .root.Values.tls -}}
+{{- $secrets := values $tls.existingSecrets | compact -}}
+{{- if not (kindIs "bool" $tls.enabled) -}}
+{{- $_ := set .problems "tls.enabled is not set; allowed: true, with tls.certManager or tls.existingSecrets, or false, and then everything crosses the network in the clear" true -}}
+{{- else if $tls.enabled -}}
+{{- if and $tls.certManager.enabled $secrets -}}
+{{- $_ := set .problems "tls.certManager.enabled and tls.existingSecrets are both set; allowed: one of them" true -}}
+{{- else if and (not $tls.certManager.enabled) (not $secrets) -}}
+{{- $_ := set .problems "tls.enabled is true, but neither tls.certManager.enabled nor tls.existingSecrets is set; allowed: one of them" true -}}
+{{- else if and $secrets (ne (len $secrets) 3) -}}
+{{- $_ := set .problems (printf "tls.existingSecrets has %d of 3; allowed: gateway, scheduler and executor" (len $secrets)) true -}}
+{{- end -}}
+{{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
+{{- $_ := set .problems "tls.certManager.issuerRef.name is not set; allowed: the name of an issuer" true -}}
+{{- end -}}
+{{- else if or $tls.certManager.enabled $secrets $tls.requireClientCertificates -}}
+{{- $_ := set .problems "tls.enabled is false, but certificates are configured; allowed: true, or none of certManager.enabled, existingSecrets and requireClientCertificates" true -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.gateway" -}}
+{{- $gateway := .root.Values.gateway -}}
+{{- include "holdback.validate.autoscaling" (dict "where" "gateway.autoscaling" "autoscaling" $gateway.autoscaling "problems" .problems) -}}
+{{- $grace := $gateway.terminationGracePeriodSeconds -}}
+{{- $needed := addf $gateway.preStopSeconds $gateway.config.drain_timeout_s -}}
+{{- if and (not (kindIs "invalid" $grace)) (le (float64 $grace) (float64 $needed)) -}}
+{{- $_ := set .problems (printf "gateway.terminationGracePeriodSeconds is %d; allowed: more than gateway.preStopSeconds and gateway.config.drain_timeout_s together, which are %v" (int $grace) $needed) true -}}
+{{- end -}}
+{{- if and $gateway.gatewayApi.enabled (not $gateway.gatewayApi.parentRefs) -}}
+{{- $_ := set .problems "gateway.gatewayApi.enabled is true, but gateway.gatewayApi.parentRefs is empty; allowed: at least one" true -}}
+{{- end -}}
+{{- if and $gateway.ingress.enabled (not $gateway.ingress.hosts) -}}
+{{- $_ := set .problems "gateway.ingress.enabled is true, but gateway.ingress.hosts is empty; allowed: at least one" true -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.autoscaling" -}}
+{{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) -}}
+{{- $_ := set .problems (printf "%s.minReplicas is %d; allowed: at most maxReplicas, which is %d" .where (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) true -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.pools" -}}
+{{- $problems := .problems -}}
+{{- $root := .root -}}
+{{- $pools := (include "holdback.pools" .root | fromJson).pools -}}
+{{- if not $pools -}}
+{{- $_ := set $problems "pools is empty; allowed: at least one pool, a model with its executors" true -}}
+{{- end -}}
+{{- $names := list -}}
+{{- $served := list -}}
+{{- range $pool := $pools -}}
+{{- $where := printf "pools[%s]" $pool.name -}}
+{{- if has $pool.name $names -}}
+{{- $_ := set $problems (printf "%s stands twice; allowed: each name once" $where) true -}}
+{{- end -}}
+{{- $names = append $names $pool.name -}}
+{{- range $pool.servedModelNames -}}
+{{- if has . $served -}}
+{{- $_ := set $problems (printf "%s.servedModelNames has %q, which another pool or name has too; allowed: each once" $where .) true -}}
+{{- end -}}
+{{- $served = append $served . -}}
+{{- end -}}
+{{- include "holdback.validate.pool" (dict "root" $root "where" $where "pool" $pool "problems" $problems) -}}
+{{- end -}}
+{{- $engine := $root.Values.gateway.config.vllm_engine_model -}}
+{{- if and $engine (not (has $engine $served)) -}}
+{{- $_ := set $problems (printf "gateway.config.vllm_engine_model is %q; allowed: one of servedModelNames, which are %s" $engine (join ", " $served)) true -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.pool" -}}
+{{- $problems := .problems -}}
+{{- $root := .root -}}
+{{- $where := .where -}}
+{{- $pool := .pool -}}
+{{- include "holdback.validate.name" (dict "where" $where "name" $pool.schedulerName "problems" $problems) -}}
+{{- $config := $pool.scheduler.config -}}
+{{- $lease := dig "lease_timeout_s" 5 $config -}}
+{{- $heartbeat := dig "heartbeat_interval_s" 1 $config -}}
+{{- if le (float64 $lease) (float64 $heartbeat) -}}
+{{- $_ := set $problems (printf "%s.scheduler.config.lease_timeout_s is %v; allowed: more than heartbeat_interval_s, which is %v" $where $lease $heartbeat) true -}}
+{{- end -}}
+{{- $tokenizers := pick $pool.tokenizer "persistentVolumeClaim" "configMap" "imagePath" | keys -}}
+{{- if gt (len $tokenizers) 1 -}}
+{{- $_ := set $problems (printf "%s.tokenizer has %s; allowed: one of them" $where (sortAlpha $tokenizers | join " and ")) true -}}
+{{- else if not (or $tokenizers $pool.model) -}}
+{{- $_ := set $problems (printf "%s has neither a tokenizer nor a model that has one; allowed: one of persistentVolumeClaim, configMap and imagePath of tokenizer" $where) true -}}
+{{- end -}}
+{{- if gt (len $pool.model) 1 -}}
+{{- $_ := set $problems (printf "%s.model has %s; allowed: one of them" $where (keys $pool.model | sortAlpha | join " and ")) true -}}
+{{- end -}}
+{{- $names := list -}}
+{{- $lengths := dict -}}
+{{- range $group := $pool.executors -}}
+{{- $here := printf "%s.executors[%s]" $where $group.name -}}
+{{- if has $group.name $names -}}
+{{- $_ := set $problems (printf "%s stands twice; allowed: each name once" $here) true -}}
+{{- end -}}
+{{- $names = append $names $group.name -}}
+{{- with $group.config.max_model_len -}}
+{{- $_ := set $lengths (int64 . | toString) true -}}
+{{- end -}}
+{{- $of := dict "where" $here "pool" $pool "group" $group "problems" $problems -}}
+{{- include "holdback.validate.group" $of -}}
+{{- include "holdback.validate.buckets" $of -}}
+{{- include "holdback.validate.kv" $of -}}
+{{- end -}}
+{{- with $config.max_model_len -}}
+{{- $_ := set $lengths (int64 . | toString) true -}}
+{{- end -}}
+{{- if gt (len $lengths) 1 -}}
+{{- $_ := set $problems (printf "%s has max_model_len %s; allowed: one for the scheduler and all its executors" $where (keys $lengths | sortAlpha | join " and ")) true -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.name" -}}
+{{- if gt (len .name) 63 -}}
+{{- $_ := set .problems (printf "%s makes the name %s, which has %d characters; allowed: at most 63, by shorter names or fullnameOverride" .where .name (len .name)) true -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdback.validate.group" -}}
+{{- $group := .group -}}
+{{- include "holdback.validate.name" (dict "where" .where "name" (printf "%s-compile-00000000" $group.fullname) "problems" .problems) -}}
+{{- include "holdback.validate.autoscaling" (dict "where" (printf "%s.autoscaling" .where) "autoscaling" $group.autoscaling "problems" .problems) -}}
+{{- if and (ne $group.device "simulated") (not .pool.model) -}}
+{{- $_ := set .problems (printf "%s.device is %s, but its pool has no model; allowed: model.persistentVolumeClaim or model.imagePath" .where $group.device) true -}}
+{{- end -}}
+{{- if and (ne $group.device "cpu") (gt (int $group.tensorParallelSize) 1) -}}
+{{- $_ := set .problems (printf "%s.tensorParallelSize is %d; allowed on the device %s: 1" .where (int $group.tensorParallelSize) $group.device) true -}}
+{{- end -}}
+{{- if and (eq (toString $group.maxSurge) "0" "0%") (eq (toString $group.maxUnavailable) "0" "0%") -}}
+{{- $_ := set .problems (printf "%s.maxSurge and maxUnavailable are both 0; allowed: one of them" .where) true -}}
+{{- end -}}
+{{- if and (eq $group.autoscaling.type "keda") (not $group.autoscaling.keda.serverAddress) -}}
+{{- $_ := set .problems (printf "%s.autoscaling.keda.serverAddress is not set; allowed: the URL of Prometheus" .where) true -}}
+{{- end -}}
+{{- $grace := $group.terminationGracePeriodSeconds -}}
+{{- if and (not (kindIs "invalid" $grace)) (le (float64 $grace) (float64 $group.config.drain_timeout_s)) -}}
+{{- $_ := set .problems (printf "%s.terminationGracePeriodSeconds is %d; allowed: more than config.drain_timeout_s, which is %v" .where (int $grace) $group.config.drain_timeout_s) true -}}
+{{- end -}}
+{{- if and $group.precompile.enabled (not (or $group.compileCache.existingClaim $group.compileCache.size)) -}}
+{{- $_ := set .problems (printf "%s.precompile.enabled is true, but compileCache has no volume; allowed: with compileCache.existingClaim or compileCache.size" .where) true -}}
+{{- end -}}
+{{- if and $group.config.require_cached (not (or $group.compileCache.existingClaim $group.compileCache.size)) -}}
+{{- $_ := set .problems (printf "%s.config.require_cached is true, but compileCache has no volume; allowed: with compileCache.existingClaim or compileCache.size" .where) true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Decision K2: strictly ascending, and the last is what a step may be at most. */}}
+{{- define "holdback.validate.buckets" -}}
+{{- $problems := .problems -}}
+{{- $where := .where -}}
+{{- $config := .group.config -}}
+{{- range $key := list "num_batched_tokens_buckets" "num_seqs_buckets" "decode_context_length_buckets" -}}
+{{- $last := 0 -}}
+{{- range get $config $key | default list -}}
+{{- if le (int .) (int $last) -}}
+{{- $_ := set $problems (printf "%s.config.%s has %d after %d; allowed: strictly ascending" $where $key (int .) (int $last)) true -}}
+{{- end -}}
+{{- $last = . -}}
+{{- end -}}
+{{- end -}}
+{{- $tokens := $config.max_num_batched_tokens -}}
+{{- with $config.num_batched_tokens_buckets -}}
+{{- $tokens = $tokens | default (last .) -}}
+{{- $largest := $tokens -}}
+{{- with $config.max_model_len -}}
+{{- $largest = min (int $tokens) (int .) -}}
+{{- end -}}
+{{- if and (or $config.max_model_len (gt (int (last .)) (int $largest))) (ne (int (last .)) (int $largest)) -}}
+{{- $_ := set $problems (printf "%s.config.num_batched_tokens_buckets ends with %d; allowed: the smaller of max_num_batched_tokens and max_model_len, which is %d" $where (int (last .)) (int $largest)) true -}}
+{{- end -}}
+{{- end -}}
+{{- $seqs := $config.max_num_seqs | default (ternary (last ($config.num_seqs_buckets | default (list 32))) 32 (not (empty $config.num_seqs_buckets))) -}}
+{{- with $config.num_seqs_buckets -}}
+{{- if ne (int (last .)) (int $seqs) -}}
+{{- $_ := set $problems (printf "%s.config.num_seqs_buckets ends with %d; allowed: max_num_seqs, which is %d" $where (int (last .)) (int $seqs)) true -}}
+{{- end -}}
+{{- end -}}
+{{- $tokens = $tokens | default (ternary 2048 512 (eq .group.device "neuron")) -}}
+{{- if lt (int $tokens) (int $seqs) -}}
+{{- $_ := set $problems (printf "%s.config.max_num_batched_tokens is %d; allowed: at least max_num_seqs, which is %d" $where (int $tokens) (int $seqs)) true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Decision K1: one request of max_model_len must fit. */}}
+{{- define "holdback.validate.kv" -}}
+{{- $config := .group.config -}}
+{{- $sizes := list -}}
+{{- range list "num_blocks" "kv_cache_bytes" "kv_memory_fraction" -}}
+{{- if not (kindIs "invalid" (get $config .)) -}}{{- if ne (toString (get $config .)) "" -}}{{- $sizes = append $sizes . -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- if gt (len $sizes) 1 -}}
+{{- $_ := set .problems (printf "%s.config has %s; allowed: one of them" .where (join " and " $sizes)) true -}}
+{{- end -}}
+{{- if and (not (kindIs "invalid" $config.num_blocks)) (not (kindIs "invalid" $config.max_model_len)) -}}
+{{- $blockSize := int ($config.block_size | default 16) -}}
+{{- $needed := div (sub (add (int $config.max_model_len) $blockSize) 1) $blockSize -}}
+{{- if lt (sub (int $config.num_blocks) 1) $needed -}}
+{{- $_ := set .problems (printf "%s.config.num_blocks is %d; allowed: at least %d, for one request of max_model_len, which is %d, and block 0" .where (int $config.num_blocks) (add $needed 1) (int $config.max_model_len)) true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
