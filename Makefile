@@ -24,13 +24,16 @@ PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if
 
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo serve test test-unit check check-lint check-types check-protos check-layers check-pythons
-.PHONY: generate clean lower-neuron
+.PHONY: generate clean lower-neuron helm check-chart check-images
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s%s\n' "$$name" "$$text"; done
 
 venv: ## the virtual environment, .venv
 	@$(SETUP) venv
+
+helm: venv ## Helm, for the tests of the chart; HOLDBACK_HELM=PROGRAM takes one of your own
+	@test -n "$(HOLDBACK_HELM)" || $(SETUP) helm
 
 model: ## the model, converted once
 	@$(SETUP) model
@@ -41,17 +44,17 @@ demo: model ## starts everything, asks two questions, shows the steps, stops
 serve: model ## scheduler, executor and gateway with the real model, until Ctrl-C
 	$(RUN)/holdback up --model '$(MODEL)' --port '$(PORT)'
 
-test: model ## all tests; CASE=B07 for those of one case
+test: model helm ## all tests; CASE=B07 for those of one case
 	$(PYTEST)
 
-test-unit: venv ## the pure tests, under a minute
+test-unit: venv helm ## the pure tests, under a minute
 	$(PYTEST) -m 'not loopback and not model and not compiled'
 
 lower-neuron: venv ## lowers the graphs of the neuron device to StableHLO; LOWER_ARGS=--all for every one
 	@$(SETUP) lowering
 	.cache/lower-neuron/bin/python tools/lower_neuron.py $(LOWER_ARGS)
 
-check: check-lint check-types check-protos check-layers check-pythons ## lint, types, protos, layering, other Pythons
+check: check-lint check-types check-protos check-layers check-chart check-pythons ## lint, types, protos, layering, chart, other Pythons
 
 check-lint: venv
 	$(RUN)/ruff check .
@@ -67,11 +70,19 @@ check-protos: venv
 check-layers: venv
 	$(RUN)/lint-imports
 
+check-chart: venv helm
+	$(RUN)/python tools/chart_schema.py --check
+	$(RUN)/python tools/check_chart.py
+
+check-images: venv ## what of the images can be checked without building them; installs their packages, minutes
+	$(RUN)/python tools/check_images.py
+
 check-pythons: venv
 	$(RUN)/python tools/other_pythons.py
 
-generate: venv ## the Python stubs of protos/
+generate: venv ## the Python stubs of protos/, and the processes' settings in the chart's schema
 	$(RUN)/python protos/generate.py
+	$(RUN)/python tools/chart_schema.py
 
 clean: ## removes everything that the other targets made
 	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

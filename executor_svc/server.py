@@ -35,7 +35,7 @@ from executor_svc.watchdog import StepWatchdog
 from holdback import rpc
 from holdback.codec import encode_execution_failed
 from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
-from holdback.health import HealthServer
+from holdback.health import STARTUP, HealthServer
 from holdback.ports import write_ports_file
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo, GraphLatency
 from holdback.v1 import executor_pb2, executor_pb2_grpc, types_pb2
@@ -162,6 +162,7 @@ class ExecutorProcess:
 
     async def _listen(self) -> int:
         health_port = await self._health.start()
+        await self._health.set_service(STARTUP, False)
         port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         servicer = ExecutorServicer(self._holder, self._new_execution)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
@@ -179,6 +180,7 @@ class ExecutorProcess:
         latencies = await launching.call(partial(warm_up, device, self._stop_warm_up))
         self._runner = runner = NeuronModelRunner(device)
         self._watch(runner, latencies)
+        await self._health.set_service(STARTUP, True)
 
         async def void() -> None:
             await self._threads.call_when_idle(runner.reset)

@@ -15,6 +15,8 @@ from holdback import rpc
 
 READINESS = "readiness"
 LIVENESS = "liveness"
+STARTUP = "startup"
+"""Of an executor: whether its model is loaded and warmed up. Until then nobody else asks for signs of life."""
 HEALTH = health.SERVICE_NAME
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

