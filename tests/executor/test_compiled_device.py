@@ -24,7 +24,7 @@ from tests.executor.compiled_models import CoreAtenBackend, CountingBackend, bui
 from tests.executor.model_families import save_family
 from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step, save_model, with_graph
 
-pytestmark = pytest.mark.compiled
+pytestmark = [pytest.mark.compiled, pytest.mark.usefixtures("one_thread")]
 
 GREEDY = SamplingParams(temperature=0.0)
 BUCKETS: dict[str, Any] = {"prefill_buckets": (8,), "seqs_buckets": (4,), "context_buckets": (16, 64)}

@@ -24,6 +24,8 @@ from tests.executor import builders
 from tests.executor.compiled_models import CountingBackend, build_compiled
 from tests.executor.tiny_models import build_device, decode_step, llama_config, prefill_step, save_model, with_graph
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = SamplingParams(temperature=0.0)
 POISON_TOKEN = 99
 

@@ -23,6 +23,8 @@ from holdback.types import Phase
 from tests.executor.compiled_models import CountingBackend
 from tests.executor.tiny_models import llama_config, prefill_step, save_model, with_graph
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GIB = 1 << 30
 
 

@@ -15,6 +15,8 @@ from executor_svc.step_sampling import SampledRows, SamplingRows, sample_rows
 from holdback.errors import InvalidArgumentError
 from holdback.types import ModelInfo, RequestSpec, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB_SIZE = 700  # two whole blocks of 256 and a part
 EOS = 2
 NUM_SLOTS = 6
