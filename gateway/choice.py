@@ -44,6 +44,7 @@ class Choice:
         detokenizer: primed with the prompt.
         stop: its stop strings.
         submission: where outputs come from; None while none is needed.
+        num_resumed: outputs that the client has had before.
         num_outputs: tokens so far, resumed ones included.
         end: set once; nothing comes after it.
         error: what to raise instead of an end.
@@ -54,6 +55,7 @@ class Choice:
     detokenizer: Detokenizer
     stop: StopStrings
     submission: Submission | None = None
+    num_resumed: int = 0
     num_outputs: int = 0
     end: ChoiceEnd | None = None
     error: HoldbackError | None = None
@@ -63,7 +65,8 @@ class Choice:
         for token_id in token_ids:
             self._add(token_id)
             if self.end is not None:
-                return
+                break
+        self.num_resumed = self.num_outputs
 
     def advance(self) -> Delta:
         """Everything that is new. Sets `end` or `error` when that is all there will be."""

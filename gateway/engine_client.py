@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from gateway.counts import RequestTimes
 from gateway.load import LoadReader
 from gateway.pool_status import PoolStatus
 from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
@@ -53,6 +54,7 @@ class EngineClient:
         target: address of the scheduler.
         status: of the pool, as the scheduler said it last.
         load: of the pool, for whoever asks.
+        num_resubmitted: requests that were submitted again on another stream.
     """
 
     def __init__(self, target: str, *, session: str, gateway_id: str, loss_timeout_s: float, tls: Tls = NO_TLS) -> None:
@@ -69,6 +71,7 @@ class EngineClient:
         """
         self.target = target
         self.status = PoolStatus()
+        self.num_resubmitted = 0
         self._tls = tls
         self._open_channel()
         self._hello = scheduler_pb2.GatewayHello(
@@ -119,13 +122,25 @@ class EngineClient:
         """Set when `status`, `is_ready` or `loss` next changes. Taken before looking at them, it misses nothing."""
         return self._next_change
 
-    def submit(self, spec: RequestSpec, model: ModelInfo, wakeup: asyncio.Event | None = None) -> Submission:
+    @property
+    def is_connected(self) -> bool:
+        """There is a stream, and the scheduler has said what its pool is."""
+        return self._is_live
+
+    def submit(
+        self,
+        spec: RequestSpec,
+        model: ModelInfo,
+        wakeup: asyncio.Event | None = None,
+        times: RequestTimes | None = None,
+    ) -> Submission:
         """Submits a request; it is sent when there is a stream.
 
         Args:
             spec: with a `request_id` that no living request of this client has.
             model: that the request was checked against.
             wakeup: to be told of updates by; one of its own if None.
+            times: told of what happens to the request.
 
         Raises:
             AlreadyExistsError: a request of that id is alive.
@@ -142,6 +157,7 @@ class EngineClient:
             clock=asyncio.get_running_loop().time,
             wakeup=asyncio.Event() if wakeup is None else wakeup,
             on_close=self._close_submission,
+            times=times,
         )
         self._open[spec.request_id] = submission
         if self._is_live:
@@ -242,6 +258,7 @@ class EngineClient:
         is_resubmission = submission.was_sent
         if is_resubmission:
             submission.generation += 1
+            self.num_resubmitted += 1
         try:
             spec = submission.current_spec()
         except HoldbackError as error:

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from gateway.access import ANYONE, Caller
 from gateway.choice import Choice, Delta
+from gateway.counts import RequestTimes
 from gateway.detokenizer import Detokenizer, StopStrings
 from gateway.limits import Checked
 from gateway.pool import Pool
 from gateway.submission import EndRule
 from holdback.errors import DeadlineExceededError, HoldbackError, RequestAbortedError
-from holdback.types import ModelInfo, RequestSpec, SamplingParams, TraceContext, Usage
+from holdback.types import FinishReason, ModelInfo, RequestSpec, SamplingParams, TraceContext, Usage
 from holdback.v1 import inference_pb2
 
 T = TypeVar("T")
@@ -64,6 +65,9 @@ class GenerationRun:
     """
 
     def __init__(self, request_id: str, pool: Pool, checked: Checked, owner: str = "") -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._arrived_at = self._clock()
+        self._has_output = False
         self.request_id = request_id
         self.owner = owner
         self.pool = pool
@@ -117,6 +121,8 @@ class GenerationRun:
                 raise self._failure
             for choice in list(running):
                 delta = choice.advance()
+                if delta.token_ids:
+                    self._count_tokens(len(delta.token_ids))
                 if choice.end is not None:
                     running.remove(choice)
                 if choice.end is not None or delta.text or delta.token_ids:
@@ -157,6 +163,24 @@ class GenerationRun:
             if choice.submission is not None:
                 choice.submission.close()
 
+    def count_ends(self) -> None:
+        """Tells the pool's counts how each choice ended; to be called once, when the run is closed."""
+        for choice in self.choices:
+            if choice.submission is None or choice.submission.times is None:
+                continue
+            reason = FinishReason.ABORT if choice.end is None else choice.end.finish_reason
+            num_outputs = choice.num_outputs - choice.num_resumed
+            times, num_prompt = choice.submission.times, len(self.prompt_token_ids)
+            self.pool.counts.end(reason, times, num_prompt, num_outputs)
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        counts = self.pool.counts
+        if not self._has_output and not self._checked.output_token_ids:
+            counts.num_prompt_tokens += len(self.prompt_token_ids)
+            counts.num_cached_tokens += self.num_cached_tokens
+        self._has_output = True
+        counts.num_generation_tokens += num_tokens
+
     def _add_choice(self, index: int, sampling: SamplingParams, model: ModelInfo, call: CallContext) -> None:
         checked = self._checked
         spec = RequestSpec(
@@ -179,7 +203,8 @@ class GenerationRun:
         self.choices.append(choice)
         choice.resume(checked.output_token_ids)
         if choice.end is None:
-            choice.submission = self.pool.engine.submit(spec, model, self._wakeup)
+            times = RequestTimes(self.pool.counts, self._clock, self._arrived_at)
+            choice.submission = self.pool.engine.submit(spec, model, self._wakeup, times)
 
 
 def seed_of_choice(seed: int, index: int) -> int:

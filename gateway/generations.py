@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from gateway.generation import CallContext, GenerationRun
-from gateway.limits import check_generation
+from gateway.limits import Checked, check_generation
 from gateway.pool import Pool, Pools
 from holdback.errors import (
     AlreadyExistsError,
@@ -33,11 +33,14 @@ class Generations:
 
     Attributes:
         pools: that they run on.
+        num_errors: generations that were refused or failed, by the shown name of the model (empty where none was
+            chosen) and the reason of the error.
     """
 
     def __init__(self, pools: Pools) -> None:
         self.pools = pools
         self._runs: dict[str, GenerationRun] = {}
+        self.num_errors = Counter[tuple[str, ErrorReason]]()
         self._num_running = Counter[tuple[str, str]]()  # by the name of a caller and what is counted
         self._idle = asyncio.Event()
         self._idle.set()
@@ -46,6 +49,11 @@ class Generations:
     @property
     def num_running(self) -> int:
         return len(self._runs)
+
+    @property
+    def runs(self) -> Collection[GenerationRun]:
+        """Those that live."""
+        return self._runs.values()
 
     def check_open(self) -> None:
         """Raises UnavailableError once the gateway is stopping."""
@@ -72,9 +80,22 @@ class Generations:
         Raises:
             HoldbackError: the request cannot be served; nothing of it is left.
         """
-        self.check_open()
-        checked = check_generation(message)
-        pool = self.pools.select(checked.model)
+        model_name = ""
+        try:
+            self.check_open()
+            checked = check_generation(message)
+            pool = self.pools.select(checked.model)
+            model_name = pool.names[0]
+            async with self._run(pool, checked, message, call) as run:
+                yield run
+        except HoldbackError as error:
+            self.num_errors[model_name, error.reason] += 1
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _run(
+        self, pool: Pool, checked: Checked, message: inference_pb2.Generation, call: CallContext
+    ) -> AsyncIterator[GenerationRun]:
         request_id = checked.request_id or f"gen-{uuid.uuid4().hex}"
         if request_id in self._runs:
             raise AlreadyExistsError(f"request_id is {request_id!r}, which is alive; allowed: another id")
@@ -88,6 +109,7 @@ class Generations:
             yield run
         finally:
             run.close()
+            run.count_ends()
             self._num_running.subtract(counted)
             del self._runs[request_id]
             if not self._runs:

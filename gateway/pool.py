@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from gateway.counts import PoolCounts
 from gateway.engine_client import EngineClient
 from gateway.template_workers import WorkerTemplate
 from gateway.tokenizer import Tokenizer
@@ -27,12 +28,14 @@ class Pool:
         tokenizer: of the model.
         chat_template: of the model.
         engine: connection to the pool's scheduler.
+        counts: of what it has served.
     """
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
     chat_template: WorkerTemplate
     engine: EngineClient
+    counts: PoolCounts = field(default_factory=PoolCounts)
     _checked_model: ModelInfo | None = field(default=None, init=False)
     _mismatch: str | None = field(default=None, init=False)
 

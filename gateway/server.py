@@ -18,9 +18,11 @@ from gateway.access import create_access
 from gateway.calls import Authentication
 from gateway.chat import ChatTemplate
 from gateway.config import GatewayConfig, PoolConfig
+from gateway.counts import HttpCounts
 from gateway.engine_client import EngineClient
 from gateway.generations import Generations
 from gateway.malformed import MalformedRequests
+from gateway.metrics import METRICS, GatewayMetrics
 from gateway.pool import Pool, Pools
 from gateway.services import GrpcServices
 from gateway.template_workers import TemplateWorkers
@@ -28,6 +30,7 @@ from gateway.tokenizer import Tokenizer
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
+from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ class GatewayServer:
         port: of the services, once started.
         health_port: of `grpc.health.v1`, once started.
         http: the OpenAI HTTP API, once started; None without `http_port`.
+        metrics_port: of the metrics, once started; None without.
         pools: what is served, once started.
         templates: where chat templates run; a process is started for the first one, unless one is there.
     """
@@ -54,6 +58,7 @@ class GatewayServer:
         self.port = 0
         self.health_port = 0
         self.http: HttpServer | None = None
+        self.metrics_port: int | None = None
         self.pools = Pools(())
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
@@ -63,6 +68,8 @@ class GatewayServer:
         )
         self._generations = Generations(self.pools)
         self._services: GrpcServices
+        self._http_counts = HttpCounts()
+        self._metrics = MetricsServer(self._metrics_text, config.tls)
         self.templates = TemplateWorkers(config.template_timeout_s)
         self._is_draining = False
         self._readiness_tasks: list[asyncio.Task[None]] = []
@@ -82,6 +89,9 @@ class GatewayServer:
         await self._services.report_health(is_draining=False)  # none of them is unknown, however early it is asked for
         self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         self.http = self._bind_http()
+        self._exposition = Exposition(METRICS, GatewayMetrics(self._generations, self._http_counts))
+        if self._config.metrics_port is not None:
+            self.metrics_port = await self._metrics.start(self._config.host, self._config.metrics_port)
         await self._server.start()
         if self.http is not None:
             await self.http.start()
@@ -90,9 +100,9 @@ class GatewayServer:
             self._readiness_tasks.append(asyncio.create_task(self._report_readiness(pool)))
         http_port = None if self.http is None else self.http.port
         if self._config.ports_file is not None:
-            write_ports_file(self._config.ports_file, self.port, self.health_port, http_port)
+            write_ports_file(self._config.ports_file, self.port, self.health_port, http_port, self.metrics_port)
         ports = {"port": self.port, "health_port": self.health_port, "http_port": http_port}
-        log.info("gateway_listens", host=self._config.host, **ports)
+        log.info("gateway_listens", host=self._config.host, **ports, metrics_port=self.metrics_port)
 
     async def drain(self) -> None:
         """Refuses new calls and returns when the running generations have ended; after `drain_timeout_s` they fail."""
@@ -119,7 +129,11 @@ class GatewayServer:
             pool.tokenizer.close()
         await self.templates.close()
         await self._health.stop()
+        await self._metrics.stop()
         log.info("gateway_stopped")
+
+    def _metrics_text(self) -> bytes:
+        return self._exposition.text()
 
     def _bind_http(self) -> HttpServer | None:
         """The HTTP server with its port taken. Its libraries are loaded only where it is wanted."""
@@ -130,7 +144,9 @@ class GatewayServer:
         def is_ready() -> bool:
             return self.pools.is_ready and not self._is_draining
 
-        server = HttpServer(self._generations, self._access, is_ready, self._config.tls)
+        server = HttpServer(
+            self._generations, self._access, is_ready, self._http_counts, self._metrics_text, self._config.tls
+        )
         server.bind(self._config.host, self._config.http_port)
         return server
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from gateway.counts import RequestTimes
 from holdback.errors import DeadlineExceededError, HoldbackError, InternalError
 from holdback.types import FinishReason, RequestSpec, TokenLogprobs
 
@@ -81,6 +82,7 @@ class Submission:
         end_rule: when its outputs end it.
         clock: seconds.
         wakeup: set when there is something to take; several submissions may share one.
+        times: told of what happens to it; None for nobody.
         output_token_ids: all so far, those of `spec` included.
         generation: of the latest submission.
         was_sent: some scheduler has been told of it.
@@ -95,6 +97,7 @@ class Submission:
     clock: Clock
     wakeup: asyncio.Event
     on_close: Callable[[Submission], None]
+    times: RequestTimes | None = None
     output_token_ids: list[int] = field(init=False)
     generation: int = field(init=False)
     was_sent: bool = False
@@ -153,6 +156,8 @@ class Submission:
             self.num_cached_tokens = num_cached_tokens
         self._queued_s = queued_ms / 1000
         self._waits_since = None
+        if self.times is not None:
+            self.times.start(self._queued_s)
 
     def on_lost(self) -> None:
         """Its stream broke; from now on it waits, if it did not anyway."""
@@ -182,12 +187,16 @@ class Submission:
                 return
             self._logprobs += new
         self.output_token_ids += token_ids[num_known:]
+        if self.times is not None:
+            self.times.add_tokens()
         self.wakeup.set()
 
     def end(self, ended: Ended) -> None:
         """The first end counts."""
         if self.ended is None:
             self.ended = ended
+            if self.times is not None:
+                self.times.end()
             self.wakeup.set()
 
     def take(self) -> Update:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.choice import Choice, Delta
+from gateway.counts import HttpCounts
 from gateway.detokenizer import Detokenizer
 from gateway.generation import CallContext, GenerationRun, prompt_text, seed_of_choice
 from gateway.generations import Generations
@@ -28,7 +29,6 @@ from gateway.openai.errors import error_object, error_response
 from gateway.openai.events import DONE, Events, error_event, merged
 from gateway.openai.fields import GenerationRequest
 from gateway.openai.logprobs import TextOffsets
-from gateway.openai.metrics import HttpMetrics
 from gateway.openai.observing import observation_of
 from gateway.openai.shapes import Error, ResumableChoice, Resume, Usage
 from gateway.openai.styles import ChoiceState, Style
@@ -58,20 +58,19 @@ class Answer(Response):
         request: GenerationRequest,
         call: CallContext,
         generations: Generations,
-        metrics: HttpMetrics,
+        counts: HttpCounts,
     ) -> None:
         super().__init__()
         self._style = style
         self._request = request
         self._call = call
         self._generations = generations
-        self._metrics = metrics
+        self._counts = counts
         self._id = f"{style.id_prefix}-{uuid.uuid4().hex}"
         self._messages: list[inference_pb2.Generation] = []
         self._runs: list[GenerationRun] = []
         self._choices: dict[tuple[int, int], ChoiceState] = {}
         self._has_begun = False
-        self._has_tokens = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         observation_of(scope).request_id = self._id
@@ -95,10 +94,7 @@ class Answer(Response):
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._submit(stack)
-                try:
-                    await (self._stream(scope, send) if self._request.stream else self._whole(scope, receive, send))
-                finally:
-                    self._count_tokens()
+                await (self._stream(scope, send) if self._request.stream else self._whole(scope, receive, send))
         except HoldbackError as error:
             await self._fail(error, scope, receive, send)
         except Exception:
@@ -142,7 +138,6 @@ class Answer(Response):
             state.texts.append(prompts[number])
         async with aclosing(merged(self._runs)) as outputs:
             async for number, choice, delta in outputs:
-                self._observe(scope, delta)
                 self._collect(self._choices[number, choice.index], choice, delta)
         answer = self._style.answer(self._head(), list(self._choices.values()), self._usage())
         response = Response(answer.model_dump_json(), media_type="application/json")
@@ -164,23 +159,16 @@ class Answer(Response):
             first = await anext(outputs)
             if first[1].error is not None:
                 raise first[1].error
-            self._observe(scope, first[2])
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-            with self._metrics.running_streams.track_inprogress():
+            with self._counts.streaming():
                 await _send(send, self._openings(events, prompts) + self._written(events, *first))
                 async for output in outputs:
-                    self._observe(scope, output[2])
                     written = self._written(events, *output)
                     if written:
                         await _send(send, written)
         usage = events.usage(self._usage()) if self._request.includes_usage else b""
         await _send(send, usage + DONE, is_last=True)
-
-    def _observe(self, scope: Scope, delta: Delta) -> None:
-        if delta.token_ids and not self._has_tokens:
-            self._has_tokens = True
-            self._metrics.time_to_first_token_s.observe(time.monotonic() - observation_of(scope).began_at)
 
     def _openings(self, events: Events, prompts: list[str]) -> bytes:
         written = []
@@ -245,12 +233,6 @@ class Answer(Response):
 
     def _usage(self) -> Usage:
         return Usage.of([run.usage for run in self._runs])
-
-    def _count_tokens(self) -> None:
-        usage = self._usage()
-        num_resumed = len(self._request.output_token_ids or ())
-        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.completion_tokens.inc(max(0, usage.completion_tokens - num_resumed))
 
 
 async def _send(send: Send, body: bytes, *, is_last: bool = False) -> None:

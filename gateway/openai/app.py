@@ -8,13 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from gateway.access import Access
 from gateway.calls import MAX_TRACE_BYTES
+from gateway.counts import HttpCounts
 from gateway.generation import CallContext
 from gateway.generations import Generations
 from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes
@@ -24,24 +24,31 @@ from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completion import CompletionRequest
 from gateway.openai.errors import BodyError, error_response, plain_error_response
 from gateway.openai.fields import GenerationRequest
-from gateway.openai.metrics import HttpMetrics
 from gateway.openai.observing import Observing, observation_of
 from gateway.openai.openapi import describe, errors, request_body, stream_of
 from gateway.openai.shapes import ChatCompletion, Completion, Health, Model, ModelList
 from gateway.openai.styles import ChatStyle, CompletionStyle, Style
 from gateway.pool import Pool
 from holdback.errors import HoldbackError
+from holdback.metrics import CONTENT_TYPE
 from holdback.types import TraceContext
 
 
-def create_app(generations: Generations, access: Access, is_ready: Callable[[], bool], metrics: HttpMetrics) -> ASGIApp:
+def create_app(
+    generations: Generations,
+    access: Access,
+    is_ready: Callable[[], bool],
+    counts: HttpCounts,
+    metrics: Callable[[], bytes],
+) -> ASGIApp:
     """Everything that is served over HTTP.
 
     Args:
         generations: of the gateway.
         access: says who a request is from; health, metrics and the OpenAPI document ask for nobody.
         is_ready: whether a request sent now would be served.
-        metrics: of this server.
+        counts: of this server.
+        metrics: of the process, as text.
     """
     app = FastAPI(
         title="Holdback",
@@ -51,11 +58,11 @@ def create_app(generations: Generations, access: Access, is_ready: Callable[[], 
         openapi_url="/openapi.json",
         redirect_slashes=False,
     )
-    app.include_router(Api(generations, access, metrics).router)
+    app.include_router(Api(generations, access, counts).router)
     app.include_router(_operations(is_ready, metrics))
     _describe_errors(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
-    return Observing(app, metrics.count_request)
+    return Observing(app, counts.count_request)
 
 
 class Api:
@@ -65,10 +72,10 @@ class Api:
         router: with all of them.
     """
 
-    def __init__(self, generations: Generations, access: Access, metrics: HttpMetrics) -> None:
+    def __init__(self, generations: Generations, access: Access, counts: HttpCounts) -> None:
         self._generations = generations
         self._access = access
-        self._metrics = metrics
+        self._counts = counts
         self._bodies = BodyReader()
         self._created = int(time.time())
         self.router = APIRouter(prefix="/v1")
@@ -108,7 +115,7 @@ class Api:
         observation = observation_of(request.scope)
         observation.client_request_id = observation.client_request_id or read.request_id or ""
         call = CallContext(trace=_trace(request), caller=caller, is_stream=bool(read.stream))
-        return Answer(style, read, call, self._generations, self._metrics)
+        return Answer(style, read, call, self._generations, self._counts)
 
     async def _list_models(self, request: Request) -> Response:
         """Every name that selects a model, aliases included."""
@@ -134,7 +141,7 @@ class Api:
         )
 
 
-def _operations(is_ready: Callable[[], bool], metrics: HttpMetrics) -> APIRouter:
+def _operations(is_ready: Callable[[], bool], metrics: Callable[[], bytes]) -> APIRouter:
     """Health and metrics, for those who run the gateway."""
     router = APIRouter()
 
@@ -155,7 +162,7 @@ def _operations(is_ready: Callable[[], bool], metrics: HttpMetrics) -> APIRouter
     )
     async def show_metrics() -> Response:
         """What this process has counted, as Prometheus reads it."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics(), media_type=CONTENT_TYPE)
 
     return router
 

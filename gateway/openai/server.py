@@ -18,9 +18,9 @@ import structlog
 import uvicorn
 
 from gateway.access import Access
+from gateway.counts import HttpCounts
 from gateway.generations import Generations
 from gateway.openai.app import create_app
-from gateway.openai.metrics import HttpMetrics
 from gateway.openai.observing import MAX_HEADER_BYTES
 from holdback.errors import ConfigError
 from holdback.tls import NO_TLS, Tls
@@ -37,18 +37,22 @@ class HttpServer:
 
     Attributes:
         port: once bound.
-        metrics: that it shows.
     """
 
     def __init__(
-        self, generations: Generations, access: Access, is_ready: Callable[[], bool], tls: Tls = NO_TLS
+        self,
+        generations: Generations,
+        access: Access,
+        is_ready: Callable[[], bool],
+        counts: HttpCounts,
+        metrics: Callable[[], bytes],
+        tls: Tls = NO_TLS,
     ) -> None:
         """Raises ConfigError for a file of `tls` that is none."""
         tls.check()
         self.port = 0
-        self.metrics = HttpMetrics()
         config = uvicorn.Config(
-            create_app(generations, access, is_ready, self.metrics),
+            create_app(generations, access, is_ready, counts, metrics),
             http="h11",
             ws="none",
             lifespan="off",

@@ -19,6 +19,7 @@ from holdback.errors import ResourceExhaustedError
 from holdback.types import FinishReason, TokenLogprobs
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 from tests.gateway.small_tokenizers import byte_ids, make_tokenizer
+from tests.prometheus import Scrape
 
 pytestmark = pytest.mark.loopback
 
@@ -161,9 +162,11 @@ async def test_the_length_limit_counts_exactly_everywhere(
     last = [chunk async for chunk in stream][-1]
     assert last.usage is not None
     assert last.usage.completion_tokens == limit
-    metrics = (await http.get("/metrics")).text
-    assert f"holdback_http_completion_tokens_total {2.0 * limit}" in metrics
-    assert "holdback_http_prompt_tokens_total 6.0" in metrics
+    metrics = Scrape((await http.get("/metrics")).text)
+    assert metrics.of("vllm:generation_tokens_total", model_name="toy") == 2 * limit
+    assert metrics.of("vllm:prompt_tokens_total", model_name="toy") == 6
+    assert metrics.of("vllm:request_success_total", finished_reason="length") == 2
+    assert metrics.of("vllm:request_success_total") == 2
 
 
 @pytest.mark.case("B38")

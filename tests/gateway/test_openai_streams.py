@@ -23,6 +23,7 @@ from holdback.types import FinishReason
 from tests.gateway.conftest import http_url, wait_until_ready
 from tests.gateway.scripted_scheduler import MODEL, ScriptedScheduler
 from tests.gateway.small_tokenizers import byte_ids, known_id, make_tokenizer
+from tests.prometheus import Scrape
 
 pytestmark = pytest.mark.loopback
 
@@ -42,8 +43,7 @@ async def events_of(response: httpx.Response) -> AsyncIterator[str]:
 
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
-    lines = (await http.get("/metrics")).text.splitlines()
-    return float(next(line for line in lines if line.startswith(f"{name} ")).rpartition(" ")[2])
+    return Scrape((await http.get("/metrics")).text).of(name)
 
 
 @pytest.mark.case("B58")
@@ -294,8 +294,8 @@ async def test_running_streams_are_counted_while_they_run(
     add = await scheduler.next_add()
     scheduler.tokens(add.handle, 0, ids_of("a"))
     stream = await asking
-    assert await metric(http, "holdback_http_running_streams") == 1
-    assert await metric(http, "holdback_http_time_to_first_token_seconds_count") == 1
+    assert await metric(http, "holdback:http_running_streams") == 1
+    assert await metric(http, "vllm:time_to_first_token_seconds_count") == 1
     scheduler.ended(add.handle)
     assert [chunk async for chunk in stream]
-    assert await metric(http, "holdback_http_running_streams") == 0
+    assert await metric(http, "holdback:http_running_streams") == 0
