@@ -10,7 +10,7 @@ import torch
 
 from executor_svc.devices import compiled
 from executor_svc.devices.base import Device, StepInputs
-from tests.executor.compiled_models import CountingBackend, build_compiled
+from tests.executor.compiled_models import CoreAtenBackend, CountingBackend, build_compiled
 from tests.executor.model_families import FAMILIES, save_family
 from tests.executor.tiny_models import VOCAB_SIZE, build_device, decode_step, prefill_step, with_graph
 
@@ -57,3 +57,21 @@ def test_each_family_agrees_with_the_cpu_device_over_chunks_a_hit_and_decodes(
         device.close()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.compiled
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", ["gemma2", "qwen3-moe", "gpt-oss"])
+def test_windows_caps_sinks_and_experts_are_core_operations_too(tmp_path: pathlib.Path, family: str) -> None:
+    look = CoreAtenBackend()
+    directory = save_family(tmp_path / "model", family)
+    device = build_compiled(directory, look, prefill_buckets=(8,), seqs_buckets=(2,), context_buckets=(64,))
+    try:
+        for step in (
+            prefill_step(device, [5, 6, 7], [5, 6], start=2),
+            decode_step(device, [5], [[5, 6]], [0]),
+        ):
+            device.collect(device.launch(with_graph(device, step)))
+        assert len(look.operations) == 2
+    finally:
+        device.close()
