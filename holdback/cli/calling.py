@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
-from holdback.errors import ConfigError
+from holdback.errors import ConfigError, InvalidArgumentError
 from holdback.options import ChatOptions
 from holdback.sync_client import ClientSettings
 from holdback.tls import add_client_flags, from_flags
@@ -80,6 +82,15 @@ def sampling(flags: argparse.Namespace) -> ChatOptions:
         "seed": flags.seed,
         "stop": flags.stop,
     }
+
+
+@contextlib.contextmanager
+def checking_flags() -> Iterator[None]:
+    """Around the making of a client: what it refuses came from a flag or a variable, and is a ConfigError."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise ConfigError(error.message) from None
 
 
 def prepare_output() -> None:

@@ -27,7 +27,9 @@ def chat(argv: list[str]) -> int:
     if is_interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives `input` editing and a history, where it is there
-    with Client(calling.addresses(flags), **calling.settings(flags)) as client:
+    with calling.checking_flags():
+        client = Client(calling.addresses(flags), **calling.settings(flags))
+    with client:
         conversation = Conversation(client, calling.sampling(flags), flags.system)
         if is_interactive:
             print(HELP, file=sys.stderr)

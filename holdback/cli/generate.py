@@ -11,7 +11,7 @@ from holdback.client import AsyncClient
 
 
 def generate(argv: list[str]) -> int:
-    """Exit status: 0, or 1 with the error on standard error."""
+    """Exit status: 0, 1 with the error on standard error, or 2 for a flag that is not allowed."""
     return asyncio.run(_stream(_parse(argv)))
 
 
@@ -27,7 +27,9 @@ async def _stream(flags: argparse.Namespace) -> int:
     calling.prepare_output()
     text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     options = calling.sampling(flags)
-    async with AsyncClient(calling.addresses(flags), **calling.settings(flags)) as client:
+    with calling.checking_flags():
+        client = AsyncClient(calling.addresses(flags), **calling.settings(flags))
+    async with client:
         messages = [{"role": "user", "content": text}]
         pieces = client.stream(text, **options) if flags.raw else client.chat_stream(messages, **options)
         async for piece in pieces:

@@ -102,6 +102,24 @@ def test_the_key_comes_from_the_environment_or_a_file(
     assert "--api-key-file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["chat", "generate Hi"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--address nowhere", "address is 'nowhere'"),
+        ("--timeout 0", "timeout_s is 0"),
+        ("--tls-ca /none", "tls_ca /none"),
+    ],
+)
+def test_a_flag_that_is_not_allowed_is_one_sentence_and_status_2(
+    command: str, flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), *flags.split()]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
 def test_several_addresses_come_from_flags_or_the_environment(
     gateway: MockGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
