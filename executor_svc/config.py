@@ -139,6 +139,12 @@ class ExecutorConfig(ServiceConfig):
     executor_id: str | None = pydantic.Field(
         None, min_length=1, max_length=128, description="name for people and logs; null: host name and process id"
     )
+    served_model_name: str | None = pydantic.Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="name of the model in metrics; null: that of the model directory",
+    )
     advertise_address: str = pydantic.Field(
         "", description="literal IP that the scheduler dials instead of the one that this executor registers from"
     )

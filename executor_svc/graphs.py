@@ -48,7 +48,13 @@ class DeclaredGraphs:
         return GraphKey(phase, size, contexts[index])
 
 
-def warm_up(device: Device, stop: threading.Event | None = None, *, is_timed: bool = True) -> tuple[GraphLatency, ...]:
+def warm_up(
+    device: Device,
+    stop: threading.Event | None = None,
+    *,
+    is_timed: bool = True,
+    build_s: dict[GraphKey, float] | None = None,
+) -> tuple[GraphLatency, ...]:
     """Builds and times every declared graph, then resets the device. One log line for each graph, and one for all.
 
     The first run of a graph builds it and is not among its times. A graph whose context is data is timed at its
@@ -58,6 +64,7 @@ def warm_up(device: Device, stop: threading.Event | None = None, *, is_timed: bo
         device: nothing may run on it. The runs write to the sink and to the padding row of `last_token` alone.
         stop: ends the warm-up between two graphs when it is set.
         is_timed: False builds the graphs and returns no times.
+        build_s: gets the seconds that building each graph took, as it is built.
 
     Raises:
         ConfigError: a graph must be in the compile cache, and is not.
@@ -71,7 +78,9 @@ def warm_up(device: Device, stop: threading.Event | None = None, *, is_timed: bo
             if stop is not None and stop.is_set():
                 raise UnavailableError("warm-up was stopped", reason=ErrorReason.SHUTTING_DOWN)
             contexts = _contexts_to_time(device, key)
-            is_hit, build_s = _build(device, key, contexts[0])
+            is_hit, took_s = _build(device, key, contexts[0])
+            if build_s is not None:
+                build_s[key] = took_s
             timed = [GraphLatency(key.phase, key.size, at, _run(device, key, at)) for at in contexts if is_timed]
             latencies += timed
             bar.advance(
@@ -83,7 +92,7 @@ def warm_up(device: Device, stop: threading.Event | None = None, *, is_timed: bo
                     context=key.context,
                     latency_us={latency.context: latency.latency_us for latency in timed},
                     is_hit=is_hit,
-                    build_s=round(build_s, 3),
+                    build_s=round(took_s, 3),
                     number=number,
                     of=len(graphs),
                 )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from executor_svc.counts import DeviceTimes
 from executor_svc.devices.base import Device, GraphKey
 from executor_svc.requests import RunningRequests, refuse
 from executor_svc.steps import StepBuilder
@@ -56,6 +57,7 @@ class NeuronModelRunner:
     Attributes:
         device: what runs the steps.
         requests: what is known of the requests, the changes of launched steps included.
+        times: of the device.
     """
 
     def __init__(self, device: Device, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -63,8 +65,9 @@ class NeuronModelRunner:
         self.requests = RunningRequests(device.limits, device.model)
         self._clock_ns = clock_ns
         self._builder = StepBuilder(device, self.requests)
+        self.times = DeviceTimes()
         self._in_flight: deque[LaunchedStep] = deque()
-        self._collected_ns = 0
+        self._collected_ns = clock_ns()
 
     def execute(self, output: SchedulerOutput, arrived_ns: int | None = None) -> ModelRunnerOutput:
         """Runs one step and waits for its result. As `launch` and `collect`."""
@@ -85,6 +88,8 @@ class NeuronModelRunner:
             raise refuse("steps in flight", len(self._in_flight) + 1, f"{self.device.limits.max_steps_in_flight}")
         queue_us = 0 if arrived_ns is None else max(0, started_ns - arrived_ns) // 1000
         launched = LaunchedStep(output.step, started_ns, queue_us)
+        if not self._in_flight:
+            self.times.idle_ns += max(0, started_ns - self._collected_ns)
         self._in_flight.append(launched)
         try:
             self._start(launched, output)
@@ -99,6 +104,7 @@ class NeuronModelRunner:
         if not self._in_flight or self._in_flight[0] is not launched:
             raise refuse("step to collect", launched.step, "the oldest one in flight")
         if launched.key is None:
+            self._collected_ns = self._clock_ns()
             self._in_flight.popleft()
             return ModelRunnerOutput(launched.step, timings=StepTimings(launched.queue_us, 0, launched.host_us))
         try:
@@ -115,6 +121,7 @@ class NeuronModelRunner:
         )
         host_us = launched.host_us + (self._clock_ns() - collected_ns) // 1000
         output.timings = StepTimings(launched.queue_us, result.device_us, host_us)
+        self.times.add(launched.key, result.device_us)
         return output
 
     def oldest(self) -> tuple[LaunchedStep, float] | None:
@@ -124,6 +131,13 @@ class NeuronModelRunner:
         except IndexError:
             return None
         return launched, (self._clock_ns() - max(launched.started_ns, self._collected_ns)) / 1e9
+
+    def idle_s(self) -> float:
+        """How long no step was in flight since this was made."""
+        collected_ns, idle_ns = self._collected_ns, self.times.idle_ns
+        if not self._in_flight:
+            idle_ns += max(0, self._clock_ns() - collected_ns)
+        return idle_ns / 1e9
 
     def reset(self) -> None:
         """Forgets every request and voids KV memory, for a new lease. Steps in flight are waited for and dropped."""

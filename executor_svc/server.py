@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
@@ -28,6 +29,7 @@ from executor_svc.devices.base import Device
 from executor_svc.execution import Execution
 from executor_svc.graphs import warm_up
 from executor_svc.lease import Lease, LeaseHolder, lease_lost
+from executor_svc.metrics import METRICS, ExecutorMetrics
 from executor_svc.pool_check import check_pool
 from executor_svc.registration import Registration
 from executor_svc.runner import NeuronModelRunner
@@ -36,6 +38,7 @@ from holdback import rpc
 from holdback.codec import encode_execution_failed
 from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
 from holdback.health import STARTUP, HealthServer
+from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo, GraphLatency
 from holdback.v1 import executor_pb2, executor_pb2_grpc, types_pb2
@@ -128,6 +131,9 @@ class ExecutorProcess:
         self._registration: Registration | None = None
         self._device: Device | None = None
         self._runner: NeuronModelRunner | None = None
+        self._began_at = time.monotonic()
+        self._metrics = ExecutorMetrics(config)
+        self._metrics_server = MetricsServer(Exposition(METRICS, self._metrics).text, config.tls)
         self.is_left_behind = False
 
     def stop(self) -> None:
@@ -155,6 +161,7 @@ class ExecutorProcess:
         finally:
             await self._server.stop(0.5)
             await self._health.stop()
+            await self._metrics_server.stop()
             if self._watchdog is not None:
                 self._watchdog.stop()
             await self._close_device()
@@ -166,19 +173,27 @@ class ExecutorProcess:
         port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         servicer = ExecutorServicer(self._holder, self._new_execution)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
+        metrics_port = None
+        if self._config.metrics_port is not None:
+            metrics_port = await self._metrics_server.start(self._config.host, self._config.metrics_port)
         await self._server.start()
         if self._config.ports_file is not None:
-            write_ports_file(self._config.ports_file, port, health_port)
-        log.info("listening", host=self._config.host, port=port, health_port=health_port)
+            write_ports_file(self._config.ports_file, port, health_port, metrics_port=metrics_port)
+        ports = {"port": port, "health_port": health_port, "metrics_port": metrics_port}
+        log.info("listening", host=self._config.host, **ports)
         return port
 
     async def _work(self, port: int) -> None:
         launching = self._threads.launching
         await check_pool(self._config)
-        device = self._device = await launching.call(partial(self._create, self._config))
+        loading_at = time.monotonic()
+        device = self._device = self._metrics.device = await launching.call(partial(self._create, self._config))
+        start = self._metrics.start
+        start.load_s = time.monotonic() - loading_at
         log.info("device_ready", device=device.kind, model=device.model.name, num_blocks=device.limits.num_blocks)
-        latencies = await launching.call(partial(warm_up, device, self._stop_warm_up))
-        self._runner = runner = NeuronModelRunner(device)
+        latencies = await launching.call(partial(warm_up, device, self._stop_warm_up, build_s=start.build_s))
+        self._runner = self._metrics.runner = runner = NeuronModelRunner(device)
+        start.whole_s = time.monotonic() - self._began_at
         self._watch(runner, latencies)
         await self._health.set_service(STARTUP, True)
 
@@ -190,11 +205,15 @@ class ExecutorProcess:
             self._config.scheduler_target,
             make_info,
             self._holder,
-            self._health.set_ready,
+            self._set_registered,
             void,
             tls=self._config.tls,
         )
         await self._registration.run()
+
+    async def _set_registered(self, is_registered: bool) -> None:
+        self._metrics.is_registered = is_registered
+        await self._health.set_ready(is_registered)
 
     def _watch(self, runner: NeuronModelRunner, latencies: tuple[GraphLatency, ...]) -> None:
         self._watchdog = StepWatchdog(

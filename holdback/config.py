@@ -55,6 +55,13 @@ class ServiceConfig(pydantic.BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = pydantic.Field(
         "info", description="least severe log line"
     )
+    otlp_endpoint: str | None = pydantic.Field(
+        None,
+        pattern=r"^https?://[^/\s]+$",
+        max_length=1024,
+        description="where traces go, OTLP over gRPC, as http://HOST:PORT; null: as OTEL_EXPORTER_OTLP_ENDPOINT says, "
+        "and without that there are none",
+    )
     ports_file: pathlib.Path | None = pydantic.Field(
         None, description="file to write the ports to, as JSON, once the process listens"
     )

@@ -122,6 +122,7 @@ class Device(abc.ABC):
         compile_cache: where its graphs are kept; warm-up asks it before it builds one. None where no graph is compiled.
         compiled: what its start compiled or found compiled; that of `compile_cache` where there is one. None where
             nothing ever is.
+        num_weight_bytes: weights that this process holds.
     """
 
     kind: str
@@ -130,6 +131,7 @@ class Device(abc.ABC):
     kernels: str = ""
     compile_cache: CompileCache | None = None
     compiled: CompileCounts | None = None
+    num_weight_bytes: int = 0
 
     def declared_graphs(self) -> list[GraphKey]:
         """Every graph that may ever run; all are built and timed before the executor is ready.

@@ -114,6 +114,7 @@ class CompiledDevice(Device):
         self.limits = limits
         self._settings = settings
         use_static_experts(model)
+        self.num_weight_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
         num_top = min(settings.max_logprobs, self.model.vocab_size)
         self._steps: dict[GraphKey, Step] = {
             key: compile_step(make_step(model, key, num_top), key, settings.backend) for key in self.declared_graphs()

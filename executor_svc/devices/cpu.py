@@ -144,6 +144,7 @@ class CpuDevice(Device):
         self._model = load_model(model_directory, settings.dtype, settings.max_model_len, ranks)
         self.model = self._model.info
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.module.parameters())
+        self.num_weight_bytes = weights
         layers = find_layers(self._model)
         self._kernels, self.kernels = _load_kernels(settings, num_threads, ranks)
         self.compiled = None if self._kernels is None else self._kernels.compiled

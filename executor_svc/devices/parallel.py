@@ -61,6 +61,7 @@ class ParallelDevice(Device):
         self.kernels = local.kernels
         self.compile_cache = local.compile_cache
         self.compiled = local.compiled
+        self.num_weight_bytes = local.num_weight_bytes
         self._local = local
         self._ranks = ranks
         self._leave = leave

@@ -163,7 +163,7 @@ def test_a_reset_comes_through_when_a_dropped_step_fails(steps: Steps, monkeypat
 
 
 def test_timings_say_where_the_time_went(steps: Steps) -> None:
-    ticks = iter([5_000_000, 5_300_000, 9_000_000, 9_200_000])
+    ticks = iter([0, 5_000_000, 5_300_000, 9_000_000, 9_200_000])
     runner = build_runner()
     runner = NeuronModelRunner(runner.device, clock_ns=lambda: next(ticks))
     timings = runner.execute(steps.new("a", PROMPT), arrived_ns=1_000_000).timings
