@@ -2,7 +2,7 @@
 
 {{/* Folder of the weights in an executor; empty where there are none. Argument: a pool. */}}
 {{- define "holdback.model.path" -}}
-{{- if .model.persistentVolumeClaim -}}/models/{{ .name }}{{- else -}}{{ .model.imagePath }}{{- end -}}
+{{- if .model.persistentVolumeClaim -}}/models/{{ .name }}{{- else -}}{{ .model.imagePath | default "" }}{{- end -}}
 {{- end -}}
 
 {{- define "holdback.model.volume" -}}
@@ -32,7 +32,7 @@
 {{- else if or .tokenizer.persistentVolumeClaim .tokenizer.configMap .model.persistentVolumeClaim -}}
 /tokenizers/{{ .name }}
 {{- else -}}
-{{ .model.imagePath }}
+{{ .model.imagePath | default "" }}
 {{- end -}}
 {{- end -}}
 

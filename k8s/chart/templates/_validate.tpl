@@ -42,8 +42,9 @@ keys they are, so that one run tells all of them.
 {{- if and (not (kindIs "invalid" $grace)) (le (float64 $grace) (float64 $needed)) -}}
 {{- $_ := set .problems (printf "gateway.terminationGracePeriodSeconds is %d; allowed: more than gateway.preStopSeconds and gateway.config.drain_timeout_s together, which are %v" (int $grace) $needed) true -}}
 {{- end -}}
-{{- if and $gateway.gatewayApi.enabled (not $gateway.gatewayApi.parentRefs) -}}
-{{- $_ := set .problems "gateway.gatewayApi.enabled is true, but gateway.gatewayApi.parentRefs is empty; allowed: at least one" true -}}
+{{- $routes := $gateway.gatewayApi -}}
+{{- if and $routes.http.parentRefs (deepEqual $routes.http $routes.grpc) -}}
+{{- $_ := set .problems "gateway.gatewayApi.http and gateway.gatewayApi.grpc have the same parentRefs and hostnames; allowed: a listener or host names of their own, for a listener takes only one of the two" true -}}
 {{- end -}}
 {{- if and $gateway.ingress.enabled (not $gateway.ingress.hosts) -}}
 {{- $_ := set .problems "gateway.ingress.enabled is true, but gateway.ingress.hosts is empty; allowed: at least one" true -}}
@@ -189,6 +190,20 @@ keys they are, so that one run tells all of them.
 {{- $_ := set $problems (printf "%s.config.num_batched_tokens_buckets ends with %d; allowed: the smaller of max_num_batched_tokens and max_model_len, which is %d" $where (int (last .)) (int $largest)) true -}}
 {{- end -}}
 {{- end -}}
+{{- if eq .group.device "neuron" -}}
+{{- range $config.num_batched_tokens_buckets -}}
+{{- if or (lt (int .) 512) (gt (int .) 4096) (mod (int .) (int ($config.block_size | default 16))) -}}
+{{- $_ := set $problems (printf "%s.config.num_batched_tokens_buckets has %d; allowed on the device neuron: multiples of block_size in [512, 4096]" $where (int .)) true -}}
+{{- end -}}
+{{- end -}}
+{{- range concat ($config.decode_context_length_buckets | default list) (list ($config.max_model_len | default 0)) -}}
+{{- if mod (int .) 128 -}}
+{{- $_ := set $problems (printf "%s.config.decode_context_length_buckets or max_model_len is %d; allowed on the device neuron: multiples of 128" $where (int .)) true -}}
+{{- end -}}
+{{- end -}}
+{{- else if and (eq .group.device "cpu") $config.decode_context_length_buckets -}}
+{{- $_ := set $problems (printf "%s.config.decode_context_length_buckets is set; allowed on the device cpu: none" $where) true -}}
+{{- end -}}
 {{- $seqs := $config.max_num_seqs | default (ternary (last ($config.num_seqs_buckets | default (list 32))) 32 (not (empty $config.num_seqs_buckets))) -}}
 {{- with $config.num_seqs_buckets -}}
 {{- if ne (int (last .)) (int $seqs) -}}
@@ -206,10 +221,13 @@ keys they are, so that one run tells all of them.
 {{- $config := .group.config -}}
 {{- $sizes := list -}}
 {{- range list "num_blocks" "kv_cache_bytes" "kv_memory_fraction" -}}
-{{- if not (kindIs "invalid" (get $config .)) -}}{{- if ne (toString (get $config .)) "" -}}{{- $sizes = append $sizes . -}}{{- end -}}{{- end -}}
+{{- if and (hasKey $config .) (not (kindIs "invalid" (get $config .))) -}}{{- $sizes = append $sizes . -}}{{- end -}}
 {{- end -}}
 {{- if gt (len $sizes) 1 -}}
 {{- $_ := set .problems (printf "%s.config has %s; allowed: one of them" .where (join " and " $sizes)) true -}}
+{{- end -}}
+{{- if and (eq .group.device "simulated") (without $sizes "num_blocks") -}}
+{{- $_ := set .problems (printf "%s.config has %s; allowed on the device simulated: num_blocks" .where (join " and " $sizes)) true -}}
 {{- end -}}
 {{- if and (not (kindIs "invalid" $config.num_blocks)) (not (kindIs "invalid" $config.max_model_len)) -}}
 {{- $blockSize := int ($config.block_size | default 16) -}}

@@ -1,0 +1,436 @@
+"""What the chart makes of its values: names, replicas, Services, probes, security, volumes, autoscalers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import yaml
+
+from holdback.health import LIVENESS, READINESS, STARTUP
+from tests.chart.rendering import EXAMPLES, SMALL, Manifest, Rendered, render
+from tools.check_chart import KUBERNETES_VERSIONS, check_manifest
+
+EVERYTHING = """
+tls:
+  enabled: true
+  existingSecrets: {gateway: gateway-tls, scheduler: scheduler-tls, executor: executor-tls}
+  requireClientCertificates: true
+imagePullSecrets: [{name: registry}]
+commonLabels: {team: serving}
+commonAnnotations: {owner: platform}
+networkPolicy:
+  gatewayFrom: [{namespaceSelector: {}}]
+  metricsFrom: [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]
+  extraEgress: [{ports: [{port: 4317}]}]
+gateway:
+  image: {repository: registry:5000/holdback/gateway, digest: "sha256:DIGEST"}
+  autoscaling: {type: hpa}
+  apiKeys: {existingSecret: keys}
+  ingress:
+    enabled: true
+    className: nginx
+    hosts: [{host: llm.example.com, tlsSecret: llm-tls}, {host: plain.example.com}]
+  gatewayApi:
+    http: {parentRefs: [{name: public, sectionName: https}], hostnames: [llm.example.com]}
+    grpc: {parentRefs: [{name: public, sectionName: grpc}], hostnames: [grpc.example.com]}
+  extraEnv: [{name: GRPC_TRACE, value: "http"}]
+  extraVolumes: [{name: more, emptyDir: {}}]
+  extraVolumeMounts: [{name: more, mountPath: /more}]
+  podLabels: {tier: front}
+  podAnnotations: {note: here}
+pools:
+  - name: large
+    servedModelNames: [large]
+    model: {persistentVolumeClaim: {claimName: models}}
+    tokenizer: {persistentVolumeClaim: {claimName: tokenizers, path: large}}
+    executors:
+      - name: cores
+        device: neuron
+        neuron: {resource: aws.amazon.com/neuroncore, count: 2}
+        replicas: 3
+        compileCache: {size: 10Gi, storageClassName: efs}
+        precompile: {enabled: true}
+      - name: devices
+        device: neuron
+        neuron: {resource: aws.amazon.com/neuron}
+        autoscaling: {type: hpa, minReplicas: 2}
+        compileCache: {existingClaim: compiled}
+  - name: tiny
+    servedModelNames: [tiny]
+    model: {imagePath: /models/tiny}
+    executors:
+      - {name: split, tensorParallelSize: 2, autoscaling: {type: keda, keda: {serverAddress: "http://prometheus:9090"}}}
+  - name: sim
+    servedModelNames: [sim]
+    tokenizer: {configMap: sim-tokenizer}
+    executors: [{name: sim, device: simulated, replicas: 0}]
+metrics:
+  podMonitor: {enabled: true, labels: {release: prometheus}}
+  dashboard: {enabled: true}
+  alerts: {enabled: true}
+helmTest: {apiKeySecret: {name: test-key}}
+""".replace("DIGEST", "ab" * 32)
+
+
+@pytest.fixture(scope="session")
+def small() -> Rendered:
+    return render(SMALL)
+
+
+@pytest.fixture(scope="session")
+def everything() -> Rendered:
+    return render(EVERYTHING)
+
+
+def names(volumes: list[Manifest]) -> set[str]:
+    return {volume["name"] for volume in volumes}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_valid_for_the_oldest_and_the_newest_kubernetes(example):
+    """For those between, `make check-chart` asks."""
+    versions = (KUBERNETES_VERSIONS[0], KUBERNETES_VERSIONS[-1])
+    manifests = render(files=[example]).manifests
+    assert [problem for manifest in manifests for problem in check_manifest(manifest, versions)] == []
+
+
+def test_all_values_together_are_valid_for_every_kubernetes(everything):
+    assert {"GRPCRoute", "HTTPRoute", "Ingress", "PodMonitor", "PrometheusRule", "ScaledObject"} <= {
+        manifest["kind"] for manifest in everything.manifests
+    }
+    assert [problem for manifest in everything.manifests for problem in check_manifest(manifest)] == []
+
+
+def test_the_check_finds_a_key_that_kubernetes_does_not_know(small, everything):
+    deployment = yaml.safe_load(yaml.safe_dump(small.find("Deployment", "gateway")))
+    deployment["spec"]["template"]["spec"]["strategy"] = {"type": "Recreate"}
+    assert "strategy" in check_manifest(deployment)[0]
+    scaled = yaml.safe_load(yaml.safe_dump(everything.find("ScaledObject")))
+    scaled["spec"]["maxReplicas"] = 3
+    assert "maxReplicas" in check_manifest(scaled)[0]
+
+
+def test_what_needs_a_crd_is_off_by_default(small):
+    groups = {manifest["apiVersion"].rpartition("/")[0] for manifest in small.manifests}
+    assert groups == {"", "apps", "batch", "networking.k8s.io", "policy"}
+
+
+def test_names_are_unique_and_all_in_the_namespace_of_the_release(everything):
+    keys = [(one["kind"], one["metadata"]["name"]) for one in everything.manifests]
+    assert len(keys) == len(set(keys))
+    assert {one["metadata"]["namespace"] for one in everything.manifests} == {"serving"}
+
+
+def test_selectors_find_their_pods_and_no_others(everything):
+    pods = [(one, one["spec"]["template"]["metadata"]["labels"]) for one, _ in everything.pods()]
+    for deployment in everything.all("Deployment"):
+        wanted = deployment["spec"]["selector"]["matchLabels"].items()
+        found = [one["metadata"]["name"] for one, labels in pods if wanted <= labels.items()]
+        assert found == [deployment["metadata"]["name"]]
+    for service in everything.all("Service"):
+        wanted = service["spec"]["selector"].items()
+        assert len([one for one, labels in pods if wanted <= labels.items()]) == 1
+
+
+def test_a_scheduler_is_one_replica_that_ends_before_the_next_starts(small):
+    spec = small.find("Deployment", "scheduler")["spec"]
+    assert spec["replicas"] == 1
+    assert spec["strategy"] == {"type": "Recreate"}
+
+
+def test_a_scheduler_is_found_while_it_is_not_ready(small):
+    service = small.find("Service", "scheduler")
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    host, _, port = small.config("executor")["scheduler"].partition(":")
+    assert host == f"{service['metadata']['name']}.serving.svc"
+    assert int(port) == service["spec"]["ports"][0]["port"] == small.config("scheduler")["port"]
+    assert small.config("gateway")["pools"][0]["scheduler"] == f"{host}:{port}"
+
+
+@pytest.mark.case("B66")
+def test_grpc_clients_see_every_gateway_and_a_pool_has_one_scheduler(small):
+    assert small.find("Service", "gateway-grpc")["spec"]["clusterIP"] == "None"
+    assert small.find("Service", "gateway")["spec"]["type"] == "ClusterIP"
+    assert small.find("Deployment", "scheduler")["spec"]["replicas"] == 1
+    assert small.config("gateway")["max_connection_age_s"] == 300
+
+
+def test_an_executor_advertises_the_address_of_its_pod_in_an_allowed_network(small):
+    variables = {one["name"]: one for one in small.container("Deployment", "cpu")["env"]}
+    field = variables["HOLDBACK_EXECUTOR__ADVERTISE_ADDRESS"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert field == "status.podIP"
+    assert "10.0.0.0/8" in small.config("scheduler")["executor_allowed_cidrs"]
+
+
+def test_no_pod_has_rights_a_token_or_variables_of_services(everything):
+    for manifest, pod in everything.pods():
+        assert pod["automountServiceAccountToken"] is False, manifest["metadata"]["name"]
+        assert pod["enableServiceLinks"] is False
+        account = everything.find("ServiceAccount", pod["serviceAccountName"])
+        assert account["automountServiceAccountToken"] is False
+    assert everything.all("Role") == everything.all("RoleBinding") == everything.all("ClusterRole") == []
+
+
+def test_containers_are_locked_down(everything):
+    for _, pod in everything.pods():
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+
+
+def test_every_mount_has_its_volume_and_every_volume_is_mounted(everything):
+    for manifest, pod in everything.pods():
+        (container,) = pod["containers"]
+        assert names(container["volumeMounts"]) == names(pod["volumes"]), manifest["metadata"]["name"]
+
+
+def test_a_gateway_mounts_tokenizers_and_no_weights(everything, small):
+    mounts = {one["mountPath"]: one for one in small.container("Deployment", "gateway")["volumeMounts"]}
+    assert mounts["/tokenizers/small/tokenizer.json"]["subPath"] == "small/tokenizer.json"
+    assert [path for path in mounts if path.startswith("/tokenizers/small")] == [
+        "/tokenizers/small/tokenizer.json",
+        "/tokenizers/small/tokenizer_config.json",
+    ]
+    paths = {
+        one["mountPath"]: one.get("subPath") for one in everything.container("Deployment", "gateway")["volumeMounts"]
+    }
+    assert paths["/tokenizers/large"] == "large"
+    assert paths["/tokenizers/sim"] is None
+    pools = {pool["served_model_names"][0]: pool["tokenizer"] for pool in everything.config("gateway")["pools"]}
+    assert pools == {"large": "/tokenizers/large", "tiny": "/models/tiny", "sim": "/tokenizers/sim"}
+
+
+def test_weights_come_from_a_claim_or_from_the_image(everything, small):
+    (mount,) = [one for one in small.container("Deployment", "cpu")["volumeMounts"] if one["name"] == "model"]
+    assert mount == {"name": "model", "mountPath": "/models/small", "subPath": "small", "readOnly": True}
+    assert small.config("executor")["model"] == "/models/small"
+    assert everything.config("executor", "split")["model"] == "/models/tiny"
+    assert "model" not in names(everything.pod("Deployment", "split")["volumes"])
+    assert "model" not in everything.config("executor", "sim-sim")
+
+
+@pytest.mark.parametrize(("name", "startup"), [("gateway", LIVENESS), ("scheduler", LIVENESS), ("cpu", STARTUP)])
+def test_probes_ask_the_health_port_by_grpc(small, name, startup):
+    container = small.container("Deployment", name)
+    (process,) = container["args"][:1]
+    port = small.config(process)["health_port"]
+    assert container["startupProbe"]["grpc"] == {"port": port, "service": startup}
+    assert container["livenessProbe"]["grpc"] == {"port": port, "service": LIVENESS}
+    assert container["readinessProbe"]["grpc"] == {"port": port, "service": READINESS}
+
+
+@pytest.mark.parametrize("seconds", [10, 601, 3600])
+def test_an_executor_has_its_whole_start_up_time(seconds):
+    rendered = render(SMALL, sets=[f"pools[0].executors[0].startupTimeoutSeconds={seconds}"])
+    probe = rendered.container("Deployment", "cpu")["startupProbe"]
+    assert seconds <= probe["periodSeconds"] * probe["failureThreshold"] < seconds + probe["periodSeconds"]
+    assert rendered.find("Deployment", "cpu")["spec"]["progressDeadlineSeconds"] > seconds
+
+
+def test_requests_wait_for_the_only_executor_of_a_pool_as_long_as_it_may_take_to_start(small):
+    assert small.config("scheduler")["executor_loss_timeout_s"] == 3600
+    two = render(SMALL, sets=["pools[0].executors[0].replicas=2"])
+    assert "executor_loss_timeout_s" not in two.config("scheduler")
+    own = render(SMALL, sets=["pools[0].scheduler.config.executor_loss_timeout_s=7"])
+    assert own.config("scheduler")["executor_loss_timeout_s"] == 7
+
+
+@pytest.mark.case("B62")
+@pytest.mark.parametrize("drain", [120, 0.5, 4000])
+def test_a_gateway_has_time_for_its_pre_stop_and_its_drain(drain):
+    rendered = render(SMALL + f"gateway: {{preStopSeconds: 7, config: {{drain_timeout_s: {drain}}}}}")
+    deployment = rendered.find("Deployment", "gateway")
+    pod = rendered.pod("Deployment", "gateway")
+    sleep = rendered.container("Deployment", "gateway")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep == 7
+    assert pod["terminationGracePeriodSeconds"] == 7 + math.ceil(drain) + 15
+    assert rendered.config("gateway")["drain_timeout_s"] == drain
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert "strategy" not in pod
+
+
+def test_an_executor_has_time_for_its_drain(small):
+    assert small.config("executor")["drain_timeout_s"] == 5
+    assert small.pod("Deployment", "cpu")["terminationGracePeriodSeconds"] == 30
+    assert small.pod("Deployment", "scheduler")["terminationGracePeriodSeconds"] == 30
+
+
+@pytest.mark.case("B64")
+def test_an_autoscaler_owns_the_replicas(everything, small):
+    for name in ("gateway", "devices", "split"):
+        assert "replicas" not in everything.find("Deployment", name)["spec"]
+    assert everything.find("Deployment", "cores")["spec"]["replicas"] == 3
+    assert small.find("Deployment", "gateway")["spec"]["replicas"] == 2
+
+
+@pytest.mark.case("B64")
+def test_no_replicas_are_no_replicas(everything):
+    assert everything.find("Deployment", "sim-sim")["spec"]["replicas"] == 0
+    assert render(SMALL, sets=["gateway.replicas=0"]).find("Deployment", "gateway")["spec"]["replicas"] == 0
+
+
+@pytest.mark.case("B69")
+def test_autoscalers_scale_on_averages_and_wait_before_they_scale_down(everything):
+    hpa = everything.find("HorizontalPodAutoscaler", "devices")["spec"]
+    assert hpa["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 300
+    targets = {one["external"]["metric"]["name"]: one["external"]["target"] for one in hpa["metrics"]}
+    assert targets == {
+        "holdback_queued_prefill_tokens": {"type": "AverageValue", "averageValue": "4000"},
+        "holdback_kv_cache_usage_executors": {"type": "AverageValue", "averageValue": "800m"},
+    }
+    scaled = everything.find("ScaledObject", "split")["spec"]
+    assert scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]
+    assert [one["metadata"]["query"] for one in scaled["triggers"]] == [
+        'sum(holdback:queued_prefill_tokens{model_name="tiny"})',
+        'sum(holdback:kv_cache_usage_executors{model_name="tiny"})',
+    ]
+    assert [(one["metricType"], one["metadata"]["threshold"]) for one in scaled["triggers"]] == [
+        ("AverageValue", "4000"),
+        ("AverageValue", "0.8"),
+    ]
+    # a series that is missing is an error and scales nothing
+    assert {one["metadata"]["ignoreNullValues"] for one in scaled["triggers"]} == {"false"}
+
+
+@pytest.mark.case("B69")
+def test_a_load_that_comes_and_goes_does_not_add_and_remove_executors(everything):
+    """The formula of the autoscaler, with its window, over 0 and 12 requests of 1,000 tokens every 30 s."""
+    spec = everything.find("HorizontalPodAutoscaler", "devices")["spec"]
+    window = spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
+    target = int(spec["metrics"][0]["external"]["target"]["averageValue"])
+    replicas, recommendations, history = spec["minReplicas"], [], []
+    for step in range(40):
+        tokens = 12_000 * (step % 2)
+        wanted = min(max(math.ceil(tokens / target), spec["minReplicas"]), spec["maxReplicas"])
+        recommendations.append(wanted)
+        recent = recommendations[-(window // 30 + 1) :]
+        replicas = max(recent) if max(recent) < replicas else max(replicas, wanted)
+        history.append(replicas)
+    assert history[0] == 2
+    assert set(history[1:]) == {3}
+
+
+def test_disruption_budgets_are_where_more_than_one_replica_is_guaranteed(everything, small):
+    budgets = {one["metadata"]["name"]: one["spec"] for one in everything.all("PodDisruptionBudget")}
+    assert set(budgets) == {"hb-holdback-gateway", "hb-holdback-large-cores", "hb-holdback-large-devices"}
+    assert all(spec["maxUnavailable"] == 1 for spec in budgets.values())
+    assert [one["metadata"]["name"] for one in small.all("PodDisruptionBudget")] == ["hb-holdback-gateway"]
+
+
+def test_cores_are_left_to_the_device_plugin_and_of_whole_devices_the_first_are_named(everything):
+    assert "neuron_cores" not in everything.config("executor", "cores")
+    assert everything.config("executor", "devices")["neuron_cores"] == "0"
+    limits = everything.container("Deployment", "cores")["resources"]["limits"]
+    assert limits["aws.amazon.com/neuroncore"] == 2
+    assert everything.container("Deployment", "devices")["resources"]["limits"]["aws.amazon.com/neuron"] == 1
+    for _, pod in everything.pods():
+        assert not any(one["name"].startswith("NEURON_RT") for one in pod["containers"][0]["env"])
+
+
+def test_a_job_compiles_for_a_group_into_its_cache(everything):
+    (job,) = [one for one in everything.all("Job") if "compile" in one["metadata"]["name"]]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"][-2:] == ["--compile-only", "--no-require-cached"]
+    (cache,) = [one for one in pod["volumes"] if one["name"] == "cache"]
+    claim = everything.find("PersistentVolumeClaim", "cores-cache")
+    assert cache["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert pod["containers"][0]["resources"] == everything.container("Deployment", "cores")["resources"]
+    assert cache in everything.pod("Deployment", "cores")["volumes"]
+
+
+def test_another_configuration_is_another_pod_and_another_job():
+    def stamps(rendered: Rendered) -> dict[str, str]:
+        return {
+            one["metadata"]["name"]: one["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+            for one in rendered.all("Deployment")
+        }
+
+    before, after = stamps(render(SMALL)), stamps(render(SMALL, sets=["pools[0].executors[0].config.max_num_seqs=9"]))
+    assert {name for name in before if before[name] != after[name]} == {"hb-holdback-small-cpu"}
+
+
+def test_tls_is_mutual_between_the_processes(everything):
+    for process, name in (("gateway", ""), ("scheduler", "large-scheduler"), ("executor", "cores")):
+        config = everything.config(process, name)
+        assert config["tls_cert"] == "/etc/holdback/tls/tls.crt"
+        assert config["tls_ca"] == config["tls_client_ca"] == "/etc/holdback/tls/ca.crt"
+        assert "insecure_bind" not in config
+    secrets = {
+        one["secret"]["secretName"] for _, pod in everything.pods() for one in pod["volumes"] if one["name"] == "tls"
+    }
+    assert secrets == {"gateway-tls", "scheduler-tls", "executor-tls"}
+
+
+def test_certificates_have_the_names_that_are_dialled():
+    values = SMALL.replace(
+        "tls: {enabled: false}", "tls: {enabled: true, certManager: {enabled: true, issuerRef: {name: ca}}}"
+    )
+    rendered = render(values)
+    certificates = {one["spec"]["secretName"]: one["spec"]["dnsNames"] for one in rendered.all("Certificate")}
+    host = rendered.config("gateway")["pools"][0]["scheduler"].partition(":")[0]
+    assert host in certificates["hb-holdback-small-scheduler-tls"]
+    assert certificates["hb-holdback-small-executor-tls"] == [rendered.config("scheduler")["tls_server_name"]]
+    assert "hb-holdback-gateway-grpc.serving.svc" in certificates["hb-holdback-gateway-tls"]
+    assert [check_manifest(one) for one in rendered.all("Certificate")] == [[], [], []]
+    assert "tls_client_ca" not in rendered.config("gateway")
+    assert rendered.config("scheduler")["tls_client_ca"] == "/etc/holdback/tls/ca.crt"
+
+
+def test_without_tls_processes_are_told_to_listen_in_the_clear(small):
+    assert all(small.config(process)["insecure_bind"] is True for process in ("gateway", "scheduler", "executor"))
+    assert all("tls" not in names(pod["volumes"]) for _, pod in small.pods())
+
+
+def test_only_gateways_and_executors_reach_a_scheduler_and_only_it_its_executors(everything):
+    rules = {one["metadata"]["name"]: one["spec"] for one in everything.all("NetworkPolicy")}
+
+    def callers(name: str) -> list[str]:
+        peers = rules[name]["ingress"][0]["from"]
+        return [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in peers]
+
+    assert callers("hb-holdback-large-scheduler") == ["gateway", "executor"]
+    assert callers("hb-holdback-large-executor") == ["scheduler"]
+    assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in rules.values())
+    assert all({"ports": [{"port": 4317}]} in spec["egress"] for spec in rules.values())
+    assert render(SMALL, sets=["networkPolicy.enabled=false"]).all("NetworkPolicy") == []
+
+
+def test_keys_and_extras_reach_the_gateway(everything):
+    pod = everything.pod("Deployment", "gateway")
+    container = everything.container("Deployment", "gateway")
+    assert everything.config("gateway")["api_keys"] == "/etc/holdback/keys/keys.yaml"
+    assert {"keys", "more"} <= names(pod["volumes"])
+    assert {"name": "GRPC_TRACE", "value": "http"} in container["env"]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert container["image"] == "registry:5000/holdback/gateway@sha256:" + "ab" * 32
+    metadata = everything.find("Deployment", "gateway")["spec"]["template"]["metadata"]
+    assert metadata["labels"]["tier"] == "front"
+    assert metadata["annotations"]["note"] == "here"
+    assert all(one["metadata"]["labels"]["team"] == "serving" for one in everything.manifests)
+    assert all(one["metadata"]["annotations"]["owner"] == "platform" for one in everything.manifests)
+
+
+def test_an_ingress_leads_to_the_http_service(everything):
+    spec = everything.find("Ingress")["spec"]
+    assert [rule["host"] for rule in spec["rules"]] == ["llm.example.com", "plain.example.com"]
+    assert spec["tls"] == [{"hosts": ["llm.example.com"], "secretName": "llm-tls"}]
+    assert spec["rules"][0]["http"]["paths"][0]["backend"]["service"]["name"] == "hb-holdback-gateway"
+
+
+def test_the_helm_test_generates_a_token_with_each_pool(everything, small):
+    jobs = [one for one in everything.all("Job") if one["metadata"]["name"].endswith("-test")]
+    assert len(jobs) == 3
+    assert all(one["metadata"]["annotations"]["helm.sh/hook"] == "test" for one in jobs)
+    arguments = jobs[0]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--tls-ca=/etc/holdback/tls/ca.crt" in arguments
+    assert "--address=dns:///hb-holdback-gateway-grpc.serving.svc:50051" in arguments
+    plain = small.container("Job", "test")["args"]
+    assert plain[-1] == "Hello"
+    assert not any(one.startswith("--tls") for one in plain)
