@@ -169,7 +169,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = self._tail(prompt_token_ids)
         self._has_begun = tail is not None
-        self._utf8.decode(tail or b"")
+        self._decode(tail or b"")
         self._has_output = False
 
     def add(self, token_id: int) -> str:
@@ -178,13 +178,22 @@ class Detokenizer:
             return ""
         self._has_output = True
         if self._has_begun:
-            return self._utf8.decode(self._table.in_middle(token_id))
+            return self._decode(self._table.in_middle(token_id))
         self._has_begun = True
-        return self._utf8.decode(self._table.at_start(token_id))
+        return self._decode(self._table.at_start(token_id))
 
     def flush(self) -> str:
         """The rest at the end of the output: U+FFFD if it ends within a character, else nothing."""
         return self._utf8.decode(b"", final=True) if self._has_output else ""
+
+    def _decode(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        pending = self._utf8.getstate()[0]
+        # Python waits for the third byte of half a surrogate pair, although no third byte makes it a character.
+        if len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0:
+            self._utf8.reset()
+            return text + "\ufffd\ufffd"
+        return text
 
     def _is_shown(self, token_id: int) -> bool:
         return (self._keep_special_tokens or not self._table.is_special(token_id)) and self._table.has_token(token_id)

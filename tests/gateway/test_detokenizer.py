@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -79,6 +79,15 @@ def test_pieces_concatenate_to_what_the_output_adds_to_the_prompt(kind: str, dat
 
 @pytest.mark.case("B41")
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_half_a_surrogate_pair_in_the_prompt_is_not_shown_again(kind: str) -> None:
+    prompt, output = byte_ids(make_tokenizer(kind), b"a\xed\xa0"), byte_ids(make_tokenizer(kind), b"\xbfb")
+    assert decode(table(kind), prompt) == "a\ufffd\ufffd"
+    assert "".join(pieces_of(kind, prompt, output)) == "\ufffdb"
+
+
+@pytest.mark.case("B41")
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@example(data=b"\x00\xed\xa0\x00", cut=3)
 @given(data=st.binary(max_size=12), cut=st.integers(0, 12))
 def test_any_bytes_give_the_text_that_utf8_says_wherever_the_prompt_ends(kind: str, data: bytes, cut: int) -> None:
     hello = make_tokenizer(kind).encode("Hello").ids
