@@ -87,6 +87,7 @@ class Lane:
         steps: the last ones, oldest first.
         totals: of all steps sent.
         num_steps: sent so far, those that only told ends included.
+        num_bound: requests that it took so far.
         is_draining: takes no further step; what is in flight is finished.
     """
 
@@ -107,6 +108,7 @@ class Lane:
         self.steps: deque[SentStep] = deque(maxlen=config.num_state_steps)
         self.totals = StepTotals()
         self.num_steps = 0
+        self.num_bound = 0
         self.is_draining = False
         self._sender = sender
         self._owner = owner
@@ -282,6 +284,7 @@ class Lane:
         output = self.core.schedule()
         self.queue.offered = None
         if output.scheduled_new_reqs:
+            self.num_bound += len(output.scheduled_new_reqs)
             self._owner.bind(self, [new.req_id for new in output.scheduled_new_reqs])
         if not output.num_scheduled_tokens:
             self._check_progress()

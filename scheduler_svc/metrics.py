@@ -56,6 +56,7 @@ LEFT = Metric("holdback:executors_left_total", Kind.COUNTER, "Executors that hav
 STALL_BOUND = Metric("holdback:decode_stall_bound_seconds", Kind.GAUGE, "How long prefills may hide decodes.", _POOL)
 LANE_STATE = Metric("holdback:lane_state", Kind.GAUGE, "1 for the state of the lane, else 0.", (*_LANE, "state"))
 LANE_RUNNING = Metric("holdback:lane_requests_running", Kind.GAUGE, "Requests on this executor.", _LANE)
+LANE_BOUND = Metric("holdback:lane_requests_bound_total", Kind.COUNTER, "Requests that it took.", _LANE)
 LANE_KV_USAGE = Metric("holdback:lane_kv_cache_usage", Kind.GAUGE, "Share of its held KV blocks, [0, 1].", _LANE)
 LANE_BLOCKS = Metric("holdback:lane_usable_blocks", Kind.GAUGE, "Its KV blocks.", _LANE)
 LANE_PEAK = Metric(
@@ -68,7 +69,7 @@ LANE_STALL = Metric(
 METRICS = (
     *(RUNNING, WAITING, KV_USAGE, QUERIES, HITS, STEP_SIZES, ROWS_PADDING, TOKENS_PADDING),
     *(QUEUED_TOKENS, KV_EXECUTORS, NUM_EXECUTORS, NUM_SLOTS, HEAD_QUEUED, HELD_BACK, MOVES, LEFT, STALL_BOUND),
-    *(LANE_STATE, LANE_RUNNING, LANE_KV_USAGE, LANE_BLOCKS, LANE_PEAK, LANE_STALL),
+    *(LANE_STATE, LANE_RUNNING, LANE_BOUND, LANE_KV_USAGE, LANE_BLOCKS, LANE_PEAK, LANE_STALL),
 )
 
 LANE_STATES = (*(state.value for state in SchedulerState), "DRAINING")
@@ -138,6 +139,7 @@ def _lane(model_name: str, lane: Lane) -> Iterator[Sample]:
     for value in LANE_STATES:
         yield Sample(LANE_STATE, (*labels, value), value == state)
     yield Sample(LANE_RUNNING, labels, len(core.running))
+    yield Sample(LANE_BOUND, labels, lane.num_bound)
     yield Sample(LANE_KV_USAGE, labels, _kv_usage(lane))
     yield Sample(LANE_BLOCKS, labels, core.num_usable_blocks)
     yield Sample(LANE_PEAK, labels, core.num_peak_blocks)

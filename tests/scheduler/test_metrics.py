@@ -103,7 +103,39 @@ async def test_moves_are_counted_by_what_caused_them_and_nothing_twice(simulate:
     assert after.of("holdback:request_moves_total") == 5
     assert after.of("holdback:executors_left_total") == 2
     assert after.of("vllm:prefix_cache_queries_total") == 27  # each prompt once, however often it was prefilled
-    assert all(after.counters[key] >= value for key, value in before.counters.items())
+    of_pool = {key: value for key, value in before.counters.items() if not key[0].startswith("holdback:lane")}
+    assert all(after.counters[key] >= value for key, value in of_pool.items())
+
+
+@pytest.mark.case("B66")
+async def test_requests_are_spread_over_all_executors_also_one_that_comes_and_one_that_goes(
+    simulate: Simulate,
+) -> None:
+    simulation = simulate()
+    lanes = [simulation.add_lane(f"executor-{number}") for number in range(3)]
+
+    async def run_all(first: int, count: int) -> None:
+        for handle in range(first, first + count):
+            simulation.submit(handle, build_spec(f"r{handle}", prompt_of(handle % 90), max_tokens=3))
+        for handle in range(first, first + count):
+            await simulation.until_ended(handle)
+
+    def bound(name: str) -> float:
+        return read(simulation).of("holdback:lane_requests_bound_total", executor=name)
+
+    await run_all(0, 300)
+    assert all(80 <= bound(f"executor-{number}") <= 120 for number in range(3))
+    assert sum(bound(f"executor-{number}") for number in range(3)) == 300
+    simulation.add_lane("executor-3")
+    await run_all(300, 100)
+    assert bound("executor-3") >= 15
+    lanes[0].lane.drain("scaled down")
+    assert await lanes[0].ended() is None
+    before = [bound(f"executor-{number}") for number in (1, 2, 3)]
+    await run_all(400, 90)
+    after = [bound(f"executor-{number}") for number in (1, 2, 3)]
+    assert sum(after) - sum(before) == 90
+    assert all(now - then >= 20 for now, then in zip(after, before, strict=True))
 
 
 async def test_padding_is_counted_for_each_bucket(simulate: Simulate) -> None:
