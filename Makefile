@@ -51,7 +51,7 @@ test: model helm typescript ## all tests; CASE=B07 for those of one case
 	$(PYTEST)
 
 test-unit: venv helm ## the pure tests, under a minute
-	$(PYTEST) -m 'not loopback and not model and not compiled'
+	$(PYTEST) -n auto --dist worksteal -m 'not loopback and not model and not compiled'
 
 lower-neuron: venv ## lowers the graphs of the neuron device to StableHLO; LOWER_ARGS=--all for every one
 	@$(SETUP) lowering
