@@ -130,6 +130,21 @@ async def test_an_answer_whose_end_has_come_is_complete_without_its_last_message
     assert len(gateway.calls) == 1
 
 
+async def test_usage_that_was_lost_counts_the_outputs_that_the_caller_had(
+    gateway: MockGateway, client: AsyncClient
+) -> None:
+    gateway.script(Answer("abc", breaks_after=2))
+    stream = client.stream("Hi", output_token_ids=[ord("a")], seed=3)
+    assert [piece.text for piece in await collect(stream)] == ["bc", ""]
+    assert stream.usage == Usage(2, 3, 0)
+
+
+async def test_tries_are_counted_anew_when_something_has_come(gateway: MockGateway) -> None:
+    gateway.script(Answer("a", "b", "c", "d", breaks_after=(1, 2, 3)))
+    async with AsyncClient(gateway.address, timeout_s=20, max_retries=1) as client:
+        assert [piece.text for piece in await collect(client.stream("Hi"))] == ["a", "b", "c", "d", ""]
+
+
 async def test_a_stream_breaks_only_so_often(gateway: MockGateway) -> None:
     gateway.script(Answer("a", "b", "c", breaks_after=(1, 2)))
     async with AsyncClient(gateway.address, timeout_s=20, max_resumes=1) as client:
@@ -267,6 +282,15 @@ async def test_calls_go_round_all_addresses() -> None:
             for _ in range(6):
                 await client.models()
     assert [len(gateway.calls) for gateway in (first, second)] == [3, 3]
+
+
+async def test_an_address_that_is_down_is_left_out_while_others_serve() -> None:
+    with MockGateway() as gateway:
+        async with AsyncClient(["127.0.0.1:1", gateway.address], timeout_s=20, max_retries=0) as client:
+            with pytest.raises(UnavailableError):
+                await client.models()  # nobody knew
+            for _ in range(4):
+                await client.models()
 
 
 async def test_an_abort_reaches_the_gateway_that_runs_the_request() -> None:
