@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc.aio
@@ -35,6 +35,12 @@ LOOPBACK = "127.0.0.1"
 PROBE_PERIOD_S = 0.05
 PORT_KEYS = ("port", "health_port", "metrics_port", "http_port")
 SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Returns once a condition holds, which is asked again and again."""
+    while not await condition():
+        await asyncio.sleep(PROBE_PERIOD_S)
 
 
 class Pod:
@@ -118,13 +124,16 @@ class Pod:
         limit_s = min(probe["periodSeconds"] * probe["failureThreshold"], 60)
         try:
             async with asyncio.timeout(limit_s):
-                while not await self.passes(name):
-                    assert self.is_running, self.log()
-                    await asyncio.sleep(PROBE_PERIOD_S)
+                await until(lambda: self._passes_while_running(name))
         except TimeoutError:
             raise AssertionError(f"{self.name}: {name} has not passed in {limit_s} s\n{self.log()}") from None
 
+    async def _passes_while_running(self, name: str) -> bool:
+        assert self.is_running, self.log()
+        return await self.passes(name)
+
     async def passes(self, name: str) -> bool:
+        """What one try of a probe says."""
         probe = self.container[name]
         request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
         async with rpc.create_channel(f"{LOOPBACK}:{self.port(probe['grpc']['port'])}") as channel:
@@ -273,7 +282,8 @@ class Autoscaler:
         wanted = max(
             math.ceil(value / target) for value, target in zip(self.values(metrics).values(), targets, strict=True)
         )
-        return max(self._spec["minReplicaCount"], min(self._spec["maxReplicaCount"], wanted))
+        least, most = int(self._spec["minReplicaCount"]), int(self._spec["maxReplicaCount"])
+        return max(least, min(most, wanted))
 
 
 class Load:
@@ -296,6 +306,9 @@ class Load:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._run(prompt, tokens)) for prompt, tokens in self._work]
+
+    async def has_begun(self) -> bool:
+        return self.num_tokens > 0
 
     async def finish(self) -> None:
         """Starts no more streams and waits for those that run."""

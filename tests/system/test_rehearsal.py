@@ -15,7 +15,7 @@ from holdback import AsyncClient
 from holdback.errors import UnavailableError
 from tests.chart.rendering import Rendered, render
 from tests.system.conftest import VOCAB_SIZE
-from tests.system.rehearsal import LOOPBACK, Autoscaler, Cluster, Load, Pod
+from tests.system.rehearsal import LOOPBACK, Autoscaler, Cluster, Load, Pod, until
 
 pytestmark = [pytest.mark.loopback, pytest.mark.timeout(180)]
 
@@ -86,16 +86,14 @@ async def test_the_rendered_processes_serve_and_are_drained_by_what_was_rendered
             tokens = expected_tokens(prompt, 100, VOCAB_SIZE)
             load = Load(client, [prompt], [tokens])
             load.start()
-            while not load.num_tokens:
-                await asyncio.sleep(0.01)
+            await until(load.has_begun)
             # preStop: nobody is told yet, and what still arrives is served
             await gateway.run_pre_stop()
             assert await gateway.passes("readinessProbe")
             await client.generate(token_ids=prompt, max_tokens=1, ignore_eos=True)
             # SIGTERM: no longer ready, new calls go elsewhere, the stream ends as if nothing had happened
             stopping = asyncio.create_task(gateway.stop())
-            while await gateway.passes("readinessProbe"):
-                await asyncio.sleep(0.01)
+            await until(lambda: fails(gateway, "readinessProbe"))
             with pytest.raises(UnavailableError):
                 await client.generate(token_ids=prompt, max_tokens=1, ignore_eos=True)
             assert not load.num_streams
@@ -147,16 +145,18 @@ async def test_a_pool_grows_and_shrinks_under_load_without_losing_a_token(
 async def settled(load: Load, scheduler: Pod, num_executors: int) -> tuple[float, dict[str, float]]:
     """Throughput and metrics once that many executors have their slots full."""
     series = 'vllm:num_requests_running{engine="0",model_name="small-model"}'
+    metrics: dict[str, float] = {}
+
+    async def is_full() -> bool:
+        metrics.update(await asyncio.to_thread(scheduler.metrics))
+        return metrics[series] == NUM_SLOTS * num_executors
+
     async with asyncio.timeout(60):
-        while (await asyncio.to_thread(scheduler.metrics))[series] != NUM_SLOTS * num_executors:
-            await asyncio.sleep(0.05)
-    throughput = await load.measure(4)
-    return throughput, await asyncio.to_thread(full, scheduler, series, NUM_SLOTS * num_executors)
+        await until(is_full)
+        throughput = await load.measure(4)
+        await until(is_full)  # no slot is between two requests
+    return throughput, metrics
 
 
-def full(scheduler: Pod, series: str, num_running: int) -> dict[str, float]:
-    """Metrics of a moment at which no slot is between two requests."""
-    while True:
-        metrics = scheduler.metrics()
-        if metrics[series] == num_running:
-            return metrics
+async def fails(pod: Pod, probe: str) -> bool:
+    return not await pod.passes(probe)
