@@ -170,14 +170,16 @@ class MetricsServer:
         self._stamp = tls.stamp()
         self._context: ssl.SSLContext | None = None
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._clients: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, 0 takes a free one. Raises ConfigError when it cannot."""
-        self._context = self._tls.http_context()
+        context = self._context = self._tls.http_context()
+        if context is not None:
+            context.sni_callback = self._use_newest_files
         try:
             self._server = await asyncio.start_server(
-                self._serve, host, port, ssl=self._context, limit=MAX_HEAD_BYTES, reuse_address=True
+                self._accept, host, port, ssl=context, limit=MAX_HEAD_BYTES, reuse_address=True
             )
         except OSError as error:
             raise ConfigError(f"metrics_port is {port}, which cannot be bound on {host}: {error.strerror}") from error
@@ -188,21 +190,26 @@ class MetricsServer:
         """Stops listening; what is under way is cut."""
         if self._server is not None:
             self._server.close()
-        for writer in list(self._writers):
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._clients) >= MAX_CONNECTIONS:
             writer.transport.abort()
+            return
+        client = asyncio.create_task(self._serve(reader, writer))
+        self._clients.add(client)
+        client.add_done_callback(self._clients.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._renew_certificates()
-        self._writers.add(writer)
         try:
-            if len(self._writers) <= MAX_CONNECTIONS:
-                await self._answer(reader, writer)
+            await self._answer(reader, writer)
         except (OSError, TimeoutError):
             pass  # the client is gone or too slow, and there is nobody to tell
         except Exception:
             log.exception("metrics_failed")
         finally:
-            self._writers.discard(writer)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -232,12 +239,11 @@ class MetricsServer:
             return "405 Method Not Allowed", b"GET is what there is\n"
         return "200 OK", self._text()
 
-    def _renew_certificates(self) -> None:
-        """Files that have changed count from the next connection on."""
+    def _use_newest_files(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called in each handshake: files that have changed count from the next one on."""
         stamp = self._tls.stamp()
-        if self._context is None or stamp == self._stamp:
-            return
-        self._stamp = stamp
-        with contextlib.suppress(ConfigError, OSError):  # half written, perhaps; they will change again
-            self._tls.check()
-            self._tls.load_into(self._context)
+        if stamp != self._stamp:
+            with contextlib.suppress(ConfigError, OSError):  # half written, perhaps; the next handshake looks again
+                self._context, self._stamp = self._tls.http_context(), stamp
+        if self._context is not None:
+            connection.context = self._context

@@ -24,13 +24,13 @@ class Scrape:
             for sample in family.samples:
                 self.samples[sample.name, frozenset(sample.labels.items())] = sample.value
 
-    def of(self, name: str, **labels: str) -> float:
+    def of(self, name: str, /, **labels: str) -> float:
         """Sum over the series of a name that have these labels; there must be at least one."""
         found = self.matching(name, labels)
         assert found, f"no series {name} {labels}"
         return sum(found)
 
-    def has(self, name: str, **labels: str) -> bool:
+    def has(self, name: str, /, **labels: str) -> bool:
         return bool(self.matching(name, labels))
 
     def matching(self, name: str, labels: Mapping[str, str]) -> list[float]:
