@@ -22,7 +22,7 @@ from scheduler_svc.config import SchedulerServiceConfig
 SCHEMA = pathlib.Path(__file__).resolve().parent.parent / "k8s" / "chart" / "values.schema.json"
 
 DECIDED_BY_CHART = {
-    *("host", "port", "health_port", "http_port", "metrics_port", "insecure_bind", "ports_file"),
+    *("host", "port", "health_port", "http_port", "metrics_port", "otlp_endpoint", "insecure_bind", "ports_file"),
     *("tls_cert", "tls_key", "tls_client_ca", "tls_ca", "tls_server_name"),
     *("pools", "scheduler", "tokenizer", "served_model_name", "gateway_id", "api_keys"),
     *("executor_allowed_cidrs", "executor_id", "advertise_address"),

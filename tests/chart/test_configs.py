@@ -64,6 +64,13 @@ def test_the_model_in_metrics_is_the_first_served_name_everywhere(tmp_path):
     assert rendered.config("executor")["served_model_name"] == "small-model"
 
 
+def test_all_processes_trace_to_one_endpoint_or_to_none():
+    assert "otlp_endpoint" not in render(SMALL).config("gateway")
+    rendered = render(SMALL, sets=["tracing.otlpEndpoint=http://collector:4317"])
+    endpoints = {rendered.config(process)["otlp_endpoint"] for process in CONFIGS}
+    assert endpoints == {"http://collector:4317"}
+
+
 def test_large_numbers_stay_whole(tmp_path):
     values = SMALL.replace(
         "{name: cpu}", "{name: cpu, config: {kv_cache_bytes: 4398046511104, simulated_decode_us: 60000000}}"

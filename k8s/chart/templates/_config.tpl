@@ -9,6 +9,9 @@ health_port: {{ $ports.health | int }}
 {{- if .root.Values.metrics.enabled }}
 metrics_port: {{ .root.Values.metrics.port | int }}
 {{- end }}
+{{- with .root.Values.tracing.otlpEndpoint }}
+otlp_endpoint: {{ . | quote }}
+{{- end }}
 {{- if .root.Values.tls.enabled }}
 tls_cert: /etc/holdback/tls/tls.crt
 tls_key: /etc/holdback/tls/tls.key
