@@ -23,6 +23,7 @@ import structlog
 
 from executor_svc.device_thread import DeviceThreads
 from executor_svc.runner import LaunchedStep, NeuronModelRunner
+from executor_svc.step_traces import StepTraces
 from holdback.codec import StepDecoder, encode_runner_output
 from holdback.errors import FailedPreconditionError, HoldbackError, InternalError, InvalidArgumentError
 from holdback.types import SchedulerOutput
@@ -44,9 +45,10 @@ class _End:
 class Execution:
     """One stream from `accepted` on. Everything but launching and collecting happens on the event loop."""
 
-    def __init__(self, runner: NeuronModelRunner, threads: DeviceThreads) -> None:
+    def __init__(self, runner: NeuronModelRunner, threads: DeviceThreads, traces: StepTraces | None = None) -> None:
         self._runner = runner
         self._threads = threads
+        self._traces = traces
         self._loop = asyncio.get_running_loop()
         self._decoder = StepDecoder()
         self._outbox: asyncio.Queue[executor_pb2.ExecuteResponse | _End] = asyncio.Queue()
@@ -97,6 +99,8 @@ class Execution:
             self._ended = True
             self._takes_steps = False
             self._outbox.put_nowait(_End(error))
+            if self._traces is not None:
+                self._threads.launching.post(self._traces.end)
 
     def _take_no_more(self) -> None:
         self._takes_steps = False
@@ -131,6 +135,8 @@ class Execution:
             self._places.release()
             self._refuse(_as_step_error(error, f"step {output.step}"))
         else:
+            if self._traces is not None:
+                self._traces.launch(output)
             self._threads.collecting.post(partial(self._collect, launched))
 
     def _is_wanted(self) -> bool:
@@ -145,11 +151,14 @@ class Execution:
         """On the collecting thread. What nobody wants any more is left in flight, for the runner's `reset`."""
         if self._collects and not self._ended:
             try:
-                message = encode_runner_output(self._runner.collect(launched))
+                output = self._runner.collect(launched)
+                message = encode_runner_output(output)
             except Exception as error:
                 log.exception("step_failed", step=launched.step)
                 self._fail(_as_step_error(error, f"step {launched.step}"))
             else:
+                if self._traces is not None:
+                    self._traces.collect(output)
                 self._tell_loop(self._answer, executor_pb2.ExecuteResponse(output=message))
         self._places.release()
 

@@ -33,6 +33,7 @@ from executor_svc.metrics import METRICS, ExecutorMetrics
 from executor_svc.pool_check import check_pool
 from executor_svc.registration import Registration
 from executor_svc.runner import NeuronModelRunner
+from executor_svc.step_traces import StepTraces
 from executor_svc.watchdog import StepWatchdog
 from holdback import rpc
 from holdback.codec import encode_execution_failed
@@ -40,6 +41,7 @@ from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditi
 from holdback.health import STARTUP, HealthServer
 from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
+from holdback.tracing import create_tracer
 from holdback.types import PROTOCOL_VERSION, ExecutorInfo, GraphLatency
 from holdback.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
@@ -132,6 +134,7 @@ class ExecutorProcess:
         self._device: Device | None = None
         self._runner: NeuronModelRunner | None = None
         self._began_at = time.monotonic()
+        self._tracer = create_tracer(config.process, config.trace_endpoint)
         self._metrics = ExecutorMetrics(config)
         self._metrics_server = MetricsServer(Exposition(METRICS, self._metrics).text, config.tls)
         self.is_left_behind = False
@@ -165,6 +168,8 @@ class ExecutorProcess:
             if self._watchdog is not None:
                 self._watchdog.stop()
             await self._close_device()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
             self.is_left_behind = not self._threads.stop(STOP_TIMEOUT_S)
 
     async def _listen(self) -> int:
@@ -227,7 +232,8 @@ class ExecutorProcess:
     def _new_execution(self) -> Execution:
         if self._runner is None:
             raise FailedPreconditionError("this executor is not registered yet", reason=ErrorReason.LEASE_MISMATCH)
-        return Execution(self._runner, self._threads)
+        traces = None if self._tracer is None else StepTraces(self._tracer)
+        return Execution(self._runner, self._threads, traces)
 
     def _info(self, device: Device, latencies: tuple[GraphLatency, ...], port: int, lease: str) -> ExecutorInfo:
         return ExecutorInfo(

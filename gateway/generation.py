@@ -62,11 +62,17 @@ class GenerationRun:
         seed: of choice 0, drawn where the request names none.
         prompt_token_ids: once submitted.
         choices: by index, once submitted.
+        clock: seconds, of the gateway's loop.
+        arrived_at: on it.
+        submitted_at: the same; None before.
+        trace: that goes on to the scheduler, once submitted.
     """
 
     def __init__(self, request_id: str, pool: Pool, checked: Checked, owner: str = "") -> None:
-        self._clock = asyncio.get_running_loop().time
-        self._arrived_at = self._clock()
+        self.clock = asyncio.get_running_loop().time
+        self.arrived_at = self.clock()
+        self.submitted_at: float | None = None
+        self.trace = TraceContext()
         self._has_output = False
         self.request_id = request_id
         self.owner = owner
@@ -103,6 +109,7 @@ class GenerationRun:
         default_max_tokens = self.pool.engine.status.default_max_tokens
         sampling = self._checked.fit(prompt_token_ids, model, default_max_tokens)
         self.prompt_token_ids = prompt_token_ids
+        self.submitted_at, self.trace = self.clock(), call.trace
         for index in range(self._checked.n):
             self._add_choice(index, dataclasses.replace(sampling, seed=seed_of_choice(self.seed, index)), model, call)
 
@@ -168,10 +175,18 @@ class GenerationRun:
         for choice in self.choices:
             if choice.submission is None or choice.submission.times is None:
                 continue
-            reason = FinishReason.ABORT if choice.end is None else choice.end.finish_reason
             num_outputs = choice.num_outputs - choice.num_resumed
             times, num_prompt = choice.submission.times, len(self.prompt_token_ids)
-            self.pool.counts.end(reason, times, num_prompt, num_outputs)
+            self.pool.counts.end(self.end_of(choice), times, num_prompt, num_outputs)
+
+    def end_of(self, choice: Choice) -> FinishReason:
+        """How a choice ended, of a run that is closed."""
+        return FinishReason.ABORT if choice.end is None else choice.end.finish_reason
+
+    @property
+    def failure(self) -> HoldbackError | None:
+        """What the call was made to end with."""
+        return self._failure
 
     def _count_tokens(self, num_tokens: int) -> None:
         counts = self.pool.counts
@@ -203,7 +218,7 @@ class GenerationRun:
         self.choices.append(choice)
         choice.resume(checked.output_token_ids)
         if choice.end is None:
-            times = RequestTimes(self.pool.counts, self._clock, self._arrived_at)
+            times = RequestTimes(self.pool.counts, self.clock, self.arrived_at)
             choice.submission = self.pool.engine.submit(spec, model, self._wakeup, times)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 
+from structlog.contextvars import bind_contextvars, unbind_contextvars
+
 from gateway.generation import CallContext, GenerationRun
 from gateway.limits import Checked, check_generation
 from gateway.pool import Pool, Pools
+from gateway.run_traces import end_span, start_span
 from holdback.errors import (
     AlreadyExistsError,
     ErrorReason,
@@ -24,6 +28,7 @@ from holdback.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from holdback.tracing import Tracer, trace_id_of
 from holdback.types import ModelInfo
 from holdback.v1 import inference_pb2
 
@@ -37,8 +42,9 @@ class Generations:
             chosen) and the reason of the error.
     """
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, tracer: Tracer | None = None) -> None:
         self.pools = pools
+        self._tracer = tracer
         self._runs: dict[str, GenerationRun] = {}
         self.num_errors = Counter[tuple[str, ErrorReason]]()
         self._num_running = Counter[tuple[str, str]]()  # by the name of a caller and what is counted
@@ -100,6 +106,10 @@ class Generations:
         if request_id in self._runs:
             raise AlreadyExistsError(f"request_id is {request_id!r}, which is alive; allowed: another id")
         counted = self._count(call)
+        span = None if self._tracer is None else start_span(self._tracer, request_id, pool, call)
+        if span is not None:
+            call = dataclasses.replace(call, trace=span.context)
+        bind_contextvars(request_id=request_id, trace_id=trace_id_of(call.trace))
         run = GenerationRun(request_id, pool, checked, owner=call.caller.name)
         self._runs[request_id] = run
         self._idle.clear()
@@ -110,6 +120,9 @@ class Generations:
         finally:
             run.close()
             run.count_ends()
+            if span is not None:
+                end_span(span, run)
+            unbind_contextvars("request_id", "trace_id")
             self._num_running.subtract(counted)
             del self._runs[request_id]
             if not self._runs:

@@ -32,6 +32,7 @@ from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
 from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
+from holdback.tracing import create_tracer
 
 if TYPE_CHECKING:
     from gateway.openai.server import HttpServer
@@ -66,6 +67,7 @@ class GatewayServer:
         self._server = rpc.create_server(
             [Authentication(self._access), MalformedRequests()], max_connection_age_s=config.max_connection_age_s
         )
+        self._tracer = create_tracer(config.process, config.trace_endpoint)
         self._generations = Generations(self.pools)
         self._services: GrpcServices
         self._http_counts = HttpCounts()
@@ -83,7 +85,7 @@ class GatewayServer:
         self.health_port = await self._health.start()
         session = secrets.token_hex(SESSION_BYTES)
         self.pools = Pools([await self._load_pool(pool, session) for pool in self._config.all_pools()])
-        self._generations = Generations(self.pools)
+        self._generations = Generations(self.pools, self._tracer)
         self._services = GrpcServices(self._config, self._generations, self._health)
         self._services.add_to(self._server)
         await self._services.report_health(is_draining=False)  # none of them is unknown, however early it is asked for
@@ -130,6 +132,8 @@ class GatewayServer:
         await self.templates.close()
         await self._health.stop()
         await self._metrics.stop()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         log.info("gateway_stopped")
 
     def _metrics_text(self) -> bytes:

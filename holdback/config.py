@@ -90,6 +90,11 @@ class ServiceConfig(pydantic.BaseModel):
         return self
 
     @property
+    def trace_endpoint(self) -> str | None:
+        """Where traces go; None: there are none."""
+        return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+
+    @property
     def tls(self) -> Tls:
         """The TLS of this process. Its files have not been read."""
         return Tls(self.tls_cert, self.tls_key, self.tls_client_ca, self.tls_ca, self.tls_server_name)

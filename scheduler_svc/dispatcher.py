@@ -40,7 +40,8 @@ from scheduler_svc.global_queue import GlobalQueue, LaneQueue
 from scheduler_svc.lane import Lane
 from scheduler_svc.limits import check_room, check_sizes, check_wait, expected_wait_s
 from scheduler_svc.placement import Placement
-from scheduler_svc.pool import Pool
+from scheduler_svc.pool import ANY_MODEL, Pool
+from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.requests import (
     MAX_REQUEST_ID_BYTES,
     Cause,
@@ -50,13 +51,11 @@ from scheduler_svc.requests import (
     log_end,
     make_req_id,
     replaced_error,
+    step_error,
 )
 from scheduler_svc.steps import StepTotals
 
 log = structlog.get_logger(__name__)
-
-ANY_MODEL = ModelInfo(fingerprint="", name="", vocab_size=2**31, eos_token_ids=(), max_model_len=2**31)
-"""Until the pool's model is known a request is held to what every model demands; the rest is checked then."""
 
 
 class Dispatcher:
@@ -66,15 +65,17 @@ class Dispatcher:
         queue: submissions that wait and whose model is known.
         placement: chooses the lane of the next one.
         num_finished: ends since start, by reason.
-        num_moves: requests that were taken back to the queue, by what took them from their lane.
-        num_lanes_left: by the same.
+        num_moves, num_lanes_left: requests taken back to the queue, and lanes that left, by the cause.
     """
 
-    def __init__(self, config: SchedulerServiceConfig, pool: Pool, clock: Clock) -> None:
+    def __init__(
+        self, config: SchedulerServiceConfig, pool: Pool, clock: Clock, traces: RequestTraces | None = None
+    ) -> None:
         self._config = config
         self._pool = pool
         self._clock = clock
-        self._num_submissions = 0
+        self._traces = traces or RequestTraces(None, clock)
+        self._numbers = itertools.count()
         self._submissions: dict[str, Submission] = {}
         self._fan_outs: dict[Lane, FanOut] = {}
         self._parked = GlobalQueue(config.scheduling_policy)
@@ -207,8 +208,7 @@ class Dispatcher:
             check_wait(self.lanes, self.queue.num_tokens_ahead(spec.priority), spec.deadline_ms)
 
     def _add(self, session: Session, handle: int, spec: RequestSpec, resubmission: Resubmission | None) -> None:
-        number, now = self._num_submissions, self._clock.now()
-        self._num_submissions += 1
+        number, now = next(self._numbers), self._clock.now()
         submission = Submission(
             req_id=make_req_id(number, spec.request_id),
             number=number,
@@ -221,6 +221,7 @@ class Dispatcher:
             queued_since=now,
             queued_s=spec.queued_ms / 1000,
         )
+        self._traces.start(submission)
         self._submissions[submission.req_id] = submission
         session.add(submission)
         if spec.deadline_ms is not None:
@@ -275,6 +276,7 @@ class Dispatcher:
                 self._end(submission, FinishReason.ERROR, error=self._too_many_moves(submission))
             else:
                 self.num_moves[cause] += 1
+                self._traces.move(submission, cause)
                 self.queue.add(submission)
         self._end_stranded(lane)
         self._pool.executor_left()
@@ -296,6 +298,7 @@ class Dispatcher:
             submission.lane = lane
             submission.has_started = True
             submission.queued_s += now - submission.queued_since
+            self._traces.bind(submission, lane.info.executor_id)
             if submission.first_bound_at is None:
                 submission.first_bound_at = now
             submission.session.outbox.started(
@@ -311,7 +314,7 @@ class Dispatcher:
         self._fan_outs[lane].tell(update, self._clock.now())
         for ending in update.endings:
             submission = self._submissions[ending.request.req_id]
-            error = None if ending.error is None else _request_error(ending.error, lane)
+            error = None if ending.error is None else step_error(ending.error, lane.info.executor_id)
             self._end(submission, ending.finish_reason, error=error, stop_token_id=ending.stop_token_id)
 
     def _put_back(self, request: Request) -> None:
@@ -320,6 +323,7 @@ class Dispatcher:
         if submission.lane is not None:
             self._unbind(submission, request)
             self.num_moves[Cause.BAD_BLOCK] += 1
+            self._traces.move(submission, Cause.BAD_BLOCK)
         self.queue.add(submission)
 
     def _unbind(self, submission: Submission, request: Request) -> None:
@@ -380,6 +384,7 @@ class Dispatcher:
         submission.session.outbox.ended(
             submission.handle, reason, submission.usage, stop_token_id=stop_token_id, error=error
         )
+        self._traces.end(submission, reason, error)
         log_end(submission, reason, error, self._clock.now())
 
     def _take_out(self, submission: Submission, reason: FinishReason) -> None:
@@ -393,8 +398,3 @@ class Dispatcher:
         self.queue.remove(submission)
         if was_head:
             self.placement.wake_chosen()
-
-
-def _request_error(reason: ErrorReason, lane: Lane) -> InternalError:
-    what = "its numbers were not finite" if reason is ErrorReason.NUMERIC_ERROR else "it failed"
-    return InternalError(f"the step of this request failed on {lane.info.executor_id!r}: {what}", reason=reason)

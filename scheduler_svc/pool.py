@@ -18,6 +18,9 @@ from scheduler_svc.config import SchedulerServiceConfig
 MODEL_FIELDS = ("fingerprint", "vocab_size", "eos_token_ids", "max_model_len")
 """What all executors must agree on; `name` is for people."""
 
+ANY_MODEL = ModelInfo(fingerprint="", name="", vocab_size=2**31, eos_token_ids=(), max_model_len=2**31)
+"""Until the pool's model is known a request is held to what every model demands; the rest is checked then."""
+
 
 class Pool:
     """What gateways are told of the pool, and when requests stop waiting for an executor.

@@ -17,9 +17,11 @@ from holdback.errors import (
     AlreadyExistsError,
     ErrorReason,
     HoldbackError,
+    InternalError,
     InvalidArgumentError,
     RequestAbortedError,
 )
+from holdback.tracing import RequestSpan, trace_id_of
 from holdback.types import FinishReason, RequestSpec, Usage
 from scheduler_svc.core.request import Request
 from scheduler_svc.outbox import Outbox
@@ -80,6 +82,7 @@ class Submission:
         queued_s: time waited until then, earlier submissions included.
         first_bound_at: clock seconds; None before.
         first_token_at: clock seconds; None before.
+        span: in its trace; None without traces.
     """
 
     req_id: str
@@ -98,6 +101,7 @@ class Submission:
     has_used_up_moves: bool = False
     first_bound_at: float | None = None
     first_token_at: float | None = None
+    span: RequestSpan | None = None
 
     @property
     def core_request(self) -> Request:
@@ -176,12 +180,19 @@ def replaced_error(spec: RequestSpec) -> RequestAbortedError:
     )
 
 
+def step_error(reason: ErrorReason, executor_id: str) -> InternalError:
+    """What ends a request whose row of a step failed."""
+    what = "its numbers were not finite" if reason is ErrorReason.NUMERIC_ERROR else "it failed"
+    return InternalError(f"the step of this request failed on {executor_id!r}: {what}", reason=reason)
+
+
 def log_end(submission: Submission, reason: FinishReason, error: HoldbackError | None, now: float) -> None:
     """The one line of a request's end. Times are seconds; those of the first token and the end count from arrival."""
     usage, arrived_at, first_token_at = submission.usage, submission.arrived_at, submission.first_token_at
     log.info(
         "request_ended",
         request_id=submission.spec.request_id,
+        trace_id=trace_id_of(submission.spec.trace),
         gateway=submission.session.name,
         finish_reason=reason.value,
         error_reason=None if error is None else error.reason.value,

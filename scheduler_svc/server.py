@@ -16,6 +16,7 @@ from holdback.errors import HoldbackError, InternalError
 from holdback.health import HealthServer
 from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
+from holdback.tracing import create_tracer
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc import state
 from scheduler_svc.clock import Clock
@@ -25,6 +26,7 @@ from scheduler_svc.executors import ExecutorRegistry
 from scheduler_svc.gateways import Gateways
 from scheduler_svc.metrics import METRICS, SchedulerMetrics
 from scheduler_svc.pool import Pool
+from scheduler_svc.request_traces import RequestTraces
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +104,8 @@ class SchedulerServer:
         clock = Clock() if clock is None else clock
         self._config = config
         self.pool = Pool(config, clock)
-        self.dispatcher = Dispatcher(config, self.pool, clock)
+        self._tracer = create_tracer(config.process, config.trace_endpoint)
+        self.dispatcher = Dispatcher(config, self.pool, clock, RequestTraces(self._tracer, clock))
         self._registry = ExecutorRegistry(config, self.pool, self.dispatcher, clock)
         self._gateways = Gateways(config, self.pool, self.dispatcher)
         self._health = HealthServer(config.host, config.health_port)
@@ -141,6 +144,8 @@ class SchedulerServer:
             self._readiness_task.cancel()
         await self._health.stop()
         await self._metrics.stop()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         log.info("scheduler_stopped")
 
     async def _report_readiness(self) -> None:

@@ -33,6 +33,7 @@ from gateway.openai.observing import observation_of
 from gateway.openai.shapes import Error, ResumableChoice, Resume, Usage
 from gateway.openai.styles import ChoiceState, Style
 from holdback.errors import HoldbackError, InternalError, InvalidArgumentError, UnavailableError
+from holdback.tracing import trace_id_of
 from holdback.types import FinishReason
 from holdback.v1 import inference_pb2
 
@@ -94,6 +95,7 @@ class Answer(Response):
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._submit(stack)
+                observation_of(scope).trace_id = trace_id_of(self._runs[0].trace) or ""
                 await (self._stream(scope, send) if self._request.stream else self._whole(scope, receive, send))
         except HoldbackError as error:
             await self._fail(error, scope, receive, send)

@@ -36,6 +36,7 @@ class Observation:
         began_at: in seconds of the monotonic clock.
         client_request_id: the header `X-Request-Id`; empty without it.
         request_id: of the generation, once there is one.
+        trace_id: of its trace, where it has one.
         caller: name of the API key.
         error: reason of the error that ended it, one within a stream included.
         status: of the response; 499 for a client that left before it.
@@ -44,6 +45,7 @@ class Observation:
     began_at: float = field(default_factory=time.monotonic)
     client_request_id: str = ""
     request_id: str = ""
+    trace_id: str = ""
     caller: str = ""
     error: str = ""
     status: int = CLIENT_CLOSED
@@ -91,7 +93,7 @@ class Observing:
     def _end(self, scope: Scope, observation: Observation) -> None:
         route = getattr(scope.get("route"), "path", None)
         self._count(route, scope["method"], observation.status)
-        names = ("request_id", "client_request_id", "caller", "error")
+        names = ("request_id", "trace_id", "client_request_id", "caller", "error")
         say = log.debug if route in QUIET_ROUTES else log.info
         say(
             "http_request",
