@@ -118,7 +118,7 @@ keys they are, so that one run tells all of them.
 {{- with $group.config.max_model_len -}}
 {{- $_ := set $lengths (int64 . | toString) true -}}
 {{- end -}}
-{{- $of := dict "where" $here "pool" $pool "group" $group "problems" $problems -}}
+{{- $of := dict "root" $root "where" $here "pool" $pool "group" $group "problems" $problems -}}
 {{- include "holdback.validate.group" $of -}}
 {{- include "holdback.validate.buckets" $of -}}
 {{- include "holdback.validate.kv" $of -}}
@@ -149,6 +149,9 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- if and (eq (toString $group.maxSurge) "0" "0%") (eq (toString $group.maxUnavailable) "0" "0%") -}}
 {{- $_ := set .problems (printf "%s.maxSurge and maxUnavailable are both 0; allowed: one of them" .where) true -}}
+{{- end -}}
+{{- if and (ne $group.autoscaling.type "none") (not .root.Values.metrics.enabled) -}}
+{{- $_ := set .problems (printf "%s.autoscaling.type is %s, but metrics.enabled is false; allowed: none, or with metrics" .where $group.autoscaling.type) true -}}
 {{- end -}}
 {{- if and (eq $group.autoscaling.type "keda") (not $group.autoscaling.keda.serverAddress) -}}
 {{- $_ := set .problems (printf "%s.autoscaling.keda.serverAddress is not set; allowed: the URL of Prometheus" .where) true -}}
