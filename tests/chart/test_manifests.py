@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from holdback.health import LIVENESS, READINESS, STARTUP
-from tests.chart.rendering import EXAMPLES, SMALL, Manifest, Rendered, render
+from tests.chart.rendering import CHART, EXAMPLES, SMALL, Manifest, Rendered, render, run_helm
 from tools.check_chart import KUBERNETES_VERSIONS, check_manifest
 
 EVERYTHING = """
@@ -255,6 +255,12 @@ def test_a_gateway_has_time_for_its_pre_stop_and_its_drain(drain):
     assert "strategy" not in pod
 
 
+def test_a_gateway_without_a_pause_has_no_hook():
+    rendered = render(SMALL, sets=["gateway.preStopSeconds=0"])
+    assert "lifecycle" not in rendered.container("Deployment", "gateway")
+    assert rendered.pod("Deployment", "gateway")["terminationGracePeriodSeconds"] == 135
+
+
 def test_an_executor_has_time_for_its_drain(small):
     assert small.config("executor")["drain_timeout_s"] == 5
     assert small.pod("Deployment", "cpu")["terminationGracePeriodSeconds"] == 30
@@ -434,3 +440,27 @@ def test_the_helm_test_generates_a_token_with_each_pool(everything, small):
     plain = small.container("Job", "test")["args"]
     assert plain[-1] == "Hello"
     assert not any(one.startswith("--tls") for one in plain)
+
+
+def notes(values: str) -> str:
+    done = run_helm("install", "hb", str(CHART), "-n", "serving", "--dry-run=client", values=values)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+def test_the_notes_say_how_to_call_it_and_what_is_open(small):
+    text = notes(SMALL)
+    assert "dns:///hb-holdback-gateway-grpc.serving.svc:50051" in text
+    assert "http://hb-holdback-gateway.serving.svc:8000/v1" in text
+    assert "TLS is off" in text
+    assert "There are no API keys" in text
+    assert "small-model has one executor: while it starts again, requests wait for up to 3600 s." in text
+
+
+def test_the_notes_list_the_names_that_given_certificates_must_have(everything):
+    text = notes(EVERYTHING)
+    for name in ("hb-holdback-gateway-grpc.serving.svc", "hb-holdback-large-scheduler.serving.svc"):
+        assert name in text
+    assert everything.config("scheduler", "large-scheduler")["tls_server_name"] in text
+    assert "TLS is off" not in text
+    assert "There are no API keys" not in text

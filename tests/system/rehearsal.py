@@ -4,7 +4,7 @@ Commands, environment, configuration files, probes, hooks and grace periods are 
 gives and this machine has not (addresses, ports of their own, mounts, an image) is replaced by the pairs of
 `Pod.substitutions`, which are printed, and by nothing else.
 
-Not covered: images, what a kernel enforces (users, limits, network policies), certificates, and the autoscaler itself,
+Not covered: images, what a kernel enforces (users, limits, network policies), and the autoscaler itself,
 whose query and target are read from its manifest.
 """
 
@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc.aio
@@ -213,15 +213,28 @@ class Pod:
 class Cluster:
     """The pods of a rendered release. Use it as an async context manager; leaving kills what is left.
 
+    Args:
+        rendered: all manifests.
+        folder: for the pods' files.
+        mounts: of all pods.
+        own_mounts: of the pods of each process.
+
     Attributes:
         pods: that run, in the order of their start.
     """
 
-    def __init__(self, rendered: Rendered, folder: pathlib.Path, mounts: dict[str, str]) -> None:
+    def __init__(
+        self,
+        rendered: Rendered,
+        folder: pathlib.Path,
+        mounts: dict[str, str],
+        own_mounts: Mapping[str, dict[str, str]] | None = None,
+    ) -> None:
         self.rendered = rendered
         self.pods: list[Pod] = []
         self._folder = folder
         self._mounts = mounts
+        self._own_mounts = own_mounts or {}
         self._hosts: dict[str, str] = {}
         self._num_started = 0
 
@@ -236,7 +249,9 @@ class Cluster:
         self._num_started += 1
         manifest = self.rendered.find("Deployment", deployment)
         name = f"{manifest['metadata']['name']}-{self._num_started}"
-        pod = Pod(self.rendered, manifest, name, self._folder / name, self._mounts, self._hosts)
+        process = manifest["spec"]["template"]["spec"]["containers"][0]["args"][0]
+        mounts = self._mounts | self._own_mounts.get(process, {})
+        pod = Pod(self.rendered, manifest, name, self._folder / name, mounts, self._hosts)
         print("\n".join(pod.describe()))
         self.pods.append(pod)
         await pod.start()

@@ -9,9 +9,10 @@ import asyncio
 import pathlib
 
 import pytest
+import trustme
 
 from executor_svc.devices.simulated import expected_tokens
-from holdback import AsyncClient
+from holdback import AsyncClient, Tls
 from holdback.errors import UnavailableError
 from tests.chart.rendering import Rendered, render
 from tests.system.conftest import VOCAB_SIZE
@@ -102,6 +103,42 @@ async def test_the_rendered_processes_serve_and_are_drained_by_what_was_rendered
             assert (load.problems, load.num_streams) == ([], 1)
         assert await cluster.remove(executor) == 0, executor.log()
         assert await cluster.remove(scheduler) == 0, scheduler.log()
+
+
+async def test_with_tls_every_process_takes_the_certificates_of_its_secret(
+    tmp_path: pathlib.Path, tokenizer_directory: pathlib.Path
+) -> None:
+    secrets = (
+        "{enabled: true, existingSecrets: {gateway: g, scheduler: s, executor: e}, requireClientCertificates: true}"
+    )
+    rendered = render(VALUES.replace("{enabled: false}", secrets, 1))
+    authority = trustme.CA()
+    executor_name = rendered.config("scheduler")["tls_server_name"]
+    # Here others are called by address, which their certificates must name; executors are called by their one name.
+    names = {"gateway": LOOPBACK, "scheduler": LOOPBACK, "executor": executor_name}
+    folders = {process: make_secret(tmp_path / process, authority, name) for process, name in names.items()}
+    mounts = {process: {"/etc/holdback/tls": str(folder)} for process, folder in folders.items()}
+    async with Cluster(rendered, tmp_path / "pods", {"/tokenizers/small": str(tokenizer_directory)}, mounts) as cluster:
+        _, _, gateway = await start(cluster)
+        folder = folders["gateway"]
+        tls = Tls(cert=folder / "tls.crt", key=folder / "tls.key", ca=folder / "ca.crt")
+        address = f"{LOOPBACK}:{gateway.port(GRPC_PORT)}"
+        async with AsyncClient(address, timeout_s=60, tls=tls) as client:
+            answer = await client.generate(token_ids=[7, 300, 22, 41, 5], max_tokens=1, temperature=0.0)
+            assert list(answer.token_ids) == [422]
+        async with AsyncClient(address, timeout_s=2, tls=Tls(ca=folder / "ca.crt"), max_retries=0) as client:
+            with pytest.raises(UnavailableError):
+                await client.generate(token_ids=[7, 300, 22, 41, 5], max_tokens=1)
+
+
+def make_secret(folder: pathlib.Path, authority: trustme.CA, name: str) -> pathlib.Path:
+    """A folder as a secret of type kubernetes.io/tls is mounted."""
+    folder.mkdir()
+    issued = authority.issue_cert(name)
+    issued.private_key_pem.write_to_path(str(folder / "tls.key"))
+    (folder / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    authority.cert_pem.write_to_path(str(folder / "ca.crt"))
+    return folder
 
 
 async def test_a_pool_grows_and_shrinks_under_load_without_losing_a_token(
