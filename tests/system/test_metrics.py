@@ -55,6 +55,16 @@ async def test_a_metric_comes_from_one_kind_of_process():
     assert len(names) == len(set(names))
 
 
+async def test_what_the_chart_and_the_pages_name_is_there():
+    known = {metric.name for metrics in TABLES.values() for metric in metrics}
+    root = PAGE.parents[1]
+    files = [path for folder in ("k8s", "docs") for path in (root / folder).rglob("*") if path.is_file()]
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for name in re.findall(r"\b(?:holdback|vllm|vllm_neuron):[a-z0-9_]+", text):
+            assert {name, re.sub(r"_(bucket|sum|count)$", "", name)} & known, f"{path}: {name}"
+
+
 def with_metrics(arguments: dict[str, list[str]], *, http: bool = True) -> dict[str, list[str]]:
     port, name = ["--metrics-port", "0"], ["--served-model-name", "small"]
     return {
