@@ -116,3 +116,64 @@ pools:
     model: {persistentVolumeClaim: {claimName: models, path: small}}
     executors: [{name: cpu}]
 """
+
+EVERYTHING = """
+tls:
+  enabled: true
+  existingSecrets: {gateway: gateway-tls, scheduler: scheduler-tls, executor: executor-tls}
+  requireClientCertificates: true
+imagePullSecrets: [{name: registry}]
+commonLabels: {team: serving}
+commonAnnotations: {owner: platform}
+networkPolicy:
+  gatewayFrom: [{namespaceSelector: {}}]
+  metricsFrom: [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]
+  extraEgress: [{ports: [{port: 4317}]}]
+gateway:
+  image: {repository: registry:5000/holdback/gateway, digest: "sha256:DIGEST"}
+  autoscaling: {type: hpa}
+  apiKeys: {existingSecret: keys}
+  ingress:
+    enabled: true
+    className: nginx
+    hosts: [{host: llm.example.com, tlsSecret: llm-tls}, {host: plain.example.com}]
+  gatewayApi:
+    http: {parentRefs: [{name: public, sectionName: https}], hostnames: [llm.example.com]}
+    grpc: {parentRefs: [{name: public, sectionName: grpc}], hostnames: [grpc.example.com]}
+  extraEnv: [{name: GRPC_TRACE, value: "http"}]
+  extraVolumes: [{name: more, emptyDir: {}}]
+  extraVolumeMounts: [{name: more, mountPath: /more}]
+  podLabels: {tier: front}
+  podAnnotations: {note: here}
+pools:
+  - name: large
+    servedModelNames: [large]
+    model: {persistentVolumeClaim: {claimName: models}}
+    tokenizer: {persistentVolumeClaim: {claimName: tokenizers, path: large}}
+    executors:
+      - name: cores
+        device: neuron
+        neuron: {resource: aws.amazon.com/neuroncore, count: 2}
+        replicas: 3
+        compileCache: {size: 10Gi, storageClassName: efs}
+        precompile: {enabled: true}
+      - name: devices
+        device: neuron
+        neuron: {resource: aws.amazon.com/neuron}
+        autoscaling: {type: hpa, minReplicas: 2}
+        compileCache: {existingClaim: compiled}
+  - name: tiny
+    servedModelNames: [tiny]
+    model: {imagePath: /models/tiny}
+    executors:
+      - {name: split, tensorParallelSize: 2, autoscaling: {type: keda, keda: {serverAddress: "http://prometheus:9090"}}}
+  - name: sim
+    servedModelNames: [sim]
+    tokenizer: {configMap: sim-tokenizer}
+    executors: [{name: sim, device: simulated, replicas: 0}]
+metrics:
+  podMonitor: {enabled: true, labels: {release: prometheus}}
+  dashboard: {enabled: true}
+  alerts: {enabled: true}
+helmTest: {apiKeySecret: {name: test-key}}
+""".replace("DIGEST", "ab" * 32)

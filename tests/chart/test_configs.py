@@ -12,8 +12,7 @@ from gateway.config import GatewayConfig
 from holdback.config import ServiceConfig
 from holdback.errors import ConfigError
 from scheduler_svc.config import SchedulerServiceConfig
-from tests.chart.rendering import CHART, EXAMPLES, SMALL, Rendered, render
-from tests.chart.test_manifests import EVERYTHING
+from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Rendered, render
 from tools import chart_schema
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
