@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdback.errors import HoldbackError
+from holdback.tracing import Tracer
 from holdback.types import (
     ExecutorInfo,
     ExecutorLimits,
@@ -30,6 +31,7 @@ from scheduler_svc.dispatcher import Dispatcher
 from scheduler_svc.lane import Lane
 from scheduler_svc.outbox import Outbox
 from scheduler_svc.pool import Pool
+from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.requests import Resubmission, Session
 
 EOS = 2
@@ -323,11 +325,11 @@ class SimulatedLane:
 class Simulation:
     """The service without gRPC: a dispatcher, lanes as they are added, and one gateway's session."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, tracer: Tracer | None = None, **settings: object) -> None:
         self.config = SchedulerServiceConfig.model_validate(settings)
         self.clock = ManualClock()
         self.pool = Pool(self.config, self.clock)
-        self.dispatcher = Dispatcher(self.config, self.pool, self.clock)
+        self.dispatcher = Dispatcher(self.config, self.pool, self.clock, RequestTraces(tracer, self.clock))
         self.session = Session("gateway")
         self.answers = Answers()
         self.lanes: list[SimulatedLane] = []

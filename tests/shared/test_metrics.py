@@ -219,3 +219,23 @@ async def test_with_a_certificate_the_port_speaks_tls_and_takes_up_a_new_one(tmp
                     break
         with pytest.raises(ssl.SSLError):
             await ask(port, request, first)
+
+
+@pytest.mark.loopback
+async def test_where_callers_need_a_certificate_a_scraper_needs_one(tmp_path: pathlib.Path) -> None:
+    authority, cert, key, ca = trustme.CA(), tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    own = authority.issue_cert("localhost")
+    own.cert_chain_pems[0].write_to_path(cert)
+    own.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    stranger, known = ssl.create_default_context(), ssl.create_default_context()
+    for context in (stranger, known):
+        authority.configure_trust(context)
+    authority.issue_cert("scraper").configure_cert(known)
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+    async with serving(tls=Tls(cert, key, client_ca=ca)) as port:
+        answer = b""  # the handshake of a client may be over before the server has looked at its certificate
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            answer = await ask(port, request, stranger)
+        assert answer == b""
+        assert b"200" in await ask(port, request, known)
