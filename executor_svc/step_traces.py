@@ -76,7 +76,10 @@ class StepTraces:
             self._end(req_id, "LEASE_ENDED")
 
     def _start(self, new: NewRequestData) -> None:
-        attributes: Attributes = {"holdback.request_id": new.spec.request_id, "holdback.cached_tokens": new.num_computed_tokens}
+        attributes: Attributes = {
+            "holdback.request_id": new.spec.request_id,
+            "holdback.cached_tokens": new.num_computed_tokens,
+        }
         span = self._tracer.start("execute", new.spec.trace, attributes)
         num_prefill = len(new.spec.prompt_token_ids) + len(new.spec.output_token_ids)
         self._traced[new.req_id] = _Traced(span, num_prefill - new.num_computed_tokens)

@@ -23,6 +23,7 @@ import structlog
 from gateway.counts import RequestTimes
 from gateway.load import LoadReader
 from gateway.pool_status import PoolStatus
+from gateway.scheduler_messages import check_accepted, decode_ended
 from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
 from holdback import codec, rpc
 from holdback.errors import (
@@ -31,7 +32,6 @@ from holdback.errors import (
     ErrorReason,
     FailedPreconditionError,
     HoldbackError,
-    InternalError,
     InvalidArgumentError,
     UnavailableError,
 )
@@ -206,7 +206,7 @@ class EngineClient:
         writer: asyncio.Task[None] | None = None
         try:
             await call.write(scheduler_pb2.ConnectRequest(hello=self._hello))
-            _check_accepted(await _read(call))
+            check_accepted(await _read(call))
             writer = asyncio.create_task(self._write(call), name=f"write to scheduler {self.target}")
             while (response := await _read(call)) is not None:
                 self._on_response(response)
@@ -282,7 +282,7 @@ class EngineClient:
         for ended in updates.ended:
             submission = self._by_handle.get(ended.handle)
             if submission is not None:
-                self._end(submission, _decode_ended(ended))
+                self._end(submission, decode_ended(ended))
 
     def _on_tokens(self, updates: scheduler_pb2.RequestUpdates) -> None:
         counts: Sequence[int] = updates.num_new_tokens or [1] * len(updates.handles)
@@ -389,23 +389,3 @@ async def _read(call: Stream) -> scheduler_pb2.ConnectResponse | None:
     """The next message; None at the end of the stream. Raises AioRpcError when it ended with another status than OK."""
     response = await call.read()
     return response if isinstance(response, scheduler_pb2.ConnectResponse) else None
-
-
-def _check_accepted(response: scheduler_pb2.ConnectResponse | None) -> None:
-    kind = None if response is None else response.WhichOneof("response")
-    if response is None or kind != "accepted":
-        raise InvalidArgumentError.of("response", kind or "not set", "accepted, first")
-    major = response.accepted.protocol_version.major
-    if major != PROTOCOL_VERSION[0]:
-        raise FailedPreconditionError(
-            f"the scheduler speaks protocol {major}; allowed: {PROTOCOL_VERSION[0]}, that of this gateway",
-            reason=ErrorReason.PROTOCOL_MISMATCH,
-        )
-
-
-def _decode_ended(message: scheduler_pb2.RequestEnded) -> Ended:
-    reason = codec.decode_finish_reason(message.finish_reason)
-    error = rpc.decode_error(message.error) if message.HasField("error") else None
-    if error is None and reason is FinishReason.ERROR:
-        error = InternalError("the scheduler ended the request with an error that it did not name")
-    return Ended(reason, message.stop_token_id if message.HasField("stop_token_id") else None, error)

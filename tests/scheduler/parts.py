@@ -9,10 +9,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdback.errors import HoldbackError
-from holdback.tracing import Tracer
 from holdback.types import (
     ExecutorInfo,
     ExecutorLimits,
@@ -325,7 +324,7 @@ class SimulatedLane:
 class Simulation:
     """The service without gRPC: a dispatcher, lanes as they are added, and one gateway's session."""
 
-    def __init__(self, tracer: Tracer | None = None, **settings: object) -> None:
+    def __init__(self, tracer: Any = None, **settings: object) -> None:
         self.config = SchedulerServiceConfig.model_validate(settings)
         self.clock = ManualClock()
         self.pool = Pool(self.config, self.clock)
