@@ -130,7 +130,7 @@ def test_disruption_budgets_are_where_more_than_one_replica_is_guaranteed(everyt
     assert [one["metadata"]["name"] for one in small.all("PodDisruptionBudget")] == ["hb-holdback-gateway"]
 
 
-def test_another_configuration_is_another_pod_and_another_job():
+def test_another_configuration_is_another_pod_where_it_changed():
     def stamps(rendered: Rendered) -> dict[str, str]:
         return {
             one["metadata"]["name"]: one["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
@@ -139,3 +139,13 @@ def test_another_configuration_is_another_pod_and_another_job():
 
     before, after = stamps(render(SMALL)), stamps(render(SMALL, sets=["pools[0].executors[0].config.max_num_seqs=9"]))
     assert {name for name in before if before[name] != after[name]} == {"hb-holdback-small-cpu"}
+
+
+def test_another_configuration_or_image_is_another_job():
+    """Kubernetes refuses to change one."""
+    on = ["executorDefaults.precompile.enabled=true", "executorDefaults.compileCache.existingClaim=compiled"]
+    names = set()
+    for more in ([], ["executorDefaults.image.tag=next"], ["executorDefaults.config.max_num_seqs=9"]):
+        jobs = render(SMALL, sets=[*on, *more]).all("Job")
+        names |= {job["metadata"]["name"] for job in jobs if "compile" in job["metadata"]["name"]}
+    assert len(names) == 3
