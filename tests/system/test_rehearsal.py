@@ -174,7 +174,7 @@ async def test_a_pool_grows_and_shrinks_under_load_without_losing_a_token(
         assert load.num_streams >= NUM_STREAMS
         assert queued == [0, 48 * NUM_PROMPT_TOKENS, 16 * NUM_PROMPT_TOKENS, 48 * NUM_PROMPT_TOKENS, 0]
         assert (wanted[0], wanted[1], wanted[3], wanted[4]) == (1, 3, 3, 1)
-        # Three times the slots. The issue is whether executors add up; on a busy machine a little is lost.
+        # Three times the slots. The question is whether executors add up; on a busy machine a little is lost.
         assert three / one >= 2.4
         assert await cluster.remove(first) == 0
 
