@@ -26,7 +26,7 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.
         uniform: float32 [rows], in [0, 1).
 
     Returns:
-        int64 [rows].
+        int64 [rows], of the vocabulary even where no logit is finite.
     """
     temperature = torch.tensor([row.temperature for row in params], dtype=torch.float32)
     # Subtracting first keeps the quotient at or below 0, so that no temperature overflows; one below the smallest
@@ -41,7 +41,7 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     # A float32 below 1 is far enough below it for the product to stay below the total in float64.
     target = uniform.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _filters(params: SamplingParams, vocab_size: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from executor_svc.devices.base import Int32
 from executor_svc.random_numbers import mix_seed
+from executor_svc.sampling_limits import check_sampling
 from holdback.errors import InternalError
 from holdback.types import ExecutorLimits, ModelInfo, NewRequestData, RequestSpec, SamplingParams
 
@@ -67,7 +68,12 @@ class RunningRequests:
         return token_ids[start:end]
 
     def add(self, new: NewRequestData) -> None:
-        """Enters a request. Raises InternalError for a slot, blocks, tokens or counts that cannot be right."""
+        """Enters a request.
+
+        Raises:
+            InternalError: a slot, blocks, tokens or counts that cannot be right.
+            InvalidArgumentError: sampling parameters that cannot be.
+        """
         slot, limits = new.slot, self._limits
         if new.req_id in self.slots:
             raise refuse("new request", repr(new.req_id), "a name that no running request has")
@@ -75,6 +81,7 @@ class RunningRequests:
             raise refuse("slot", slot, f"[0, {limits.max_num_seqs})")
         if self.params[slot] is not None:
             raise refuse("slot", slot, "one that no running request has")
+        check_sampling(new.spec.sampling, self._model.vocab_size)
         token_ids = self._checked_token_ids(new.spec)
         computed = new.num_computed_tokens
         if not 0 <= computed < len(token_ids) or computed % limits.block_size:

@@ -82,6 +82,7 @@ class NeuronModelRunner:
 
         Raises:
             InternalError: the step contradicts what the executor knows or can run; nothing of it was started.
+            InvalidArgumentError: a new request has sampling parameters that cannot be; nothing was started either.
         """
         started_ns = self._clock_ns()
         if len(self._in_flight) >= self.device.limits.max_steps_in_flight:

@@ -159,8 +159,9 @@ class Sampler:
         if rules.counts_prompt:
             is_seen = in_prompt | (num_drawn > 0)
             penalized = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
-            # A penalty near 0 makes a logit infinite, which no token could be drawn from.
-            row = torch.where(is_seen, penalized.clamp(max=torch.finfo(torch.float32).max), row)
+            # A penalty near 0 or a large one makes a logit infinite, which no token could be drawn from.
+            most = torch.finfo(torch.float32).max
+            row = torch.where(is_seen & (row > float("-inf")), penalized.clamp(-most, most), row)
         return row - params.frequency_penalty * num_drawn - params.presence_penalty * (num_drawn > 0)
 
     def _choose(

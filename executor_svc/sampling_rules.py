@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdback.errors import InvalidArgumentError
+from executor_svc.sampling_limits import check_vocabulary
 from holdback.types import SamplingParams
 
 
@@ -18,7 +18,7 @@ class RequestRules:
         allowed: int64, the only tokens that may be chosen; None allows all.
         biased: int64, tokens whose logit gets `biases` added.
         biases: float32, parallel to `biased`.
-        ending: int64, tokens that `min_tokens` bans.
+        ending: int64, tokens that `min_tokens` bans; none where that would leave nothing to sample.
         counts_outputs: whether a penalty asks how often each token was drawn.
         counts_prompt: whether a penalty asks for the tokens of the prompt.
 
@@ -34,9 +34,11 @@ class RequestRules:
         self.biased = check_token_ids("logit_bias", list(params.logit_bias), vocab_size)
         self.biases = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
         ending = {*eos_token_ids, *params.stop_token_ids}
-        if params.allowed_token_ids is not None and ending.issuperset(params.allowed_token_ids):
-            ending = set()  # a ban of everything allowed would leave nothing to sample
-        self.ending = check_token_ids("stop_token_ids", sorted(ending), vocab_size)
+        check_vocabulary("stop_token_ids", ending, vocab_size)
+        is_all = len(ending) == vocab_size
+        if is_all or (params.allowed_token_ids is not None and ending.issuperset(params.allowed_token_ids)):
+            ending = set()
+        self.ending = torch.tensor(sorted(ending), dtype=torch.long)
         self.counts_outputs = params.presence_penalty != 0 or params.frequency_penalty != 0
         self.counts_prompt = params.repetition_penalty != 1
 
@@ -56,7 +58,5 @@ class RequestRules:
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
     """As int64. Raises InvalidArgumentError, with the field's name, for one outside the vocabulary."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidArgumentError.of(name, token_id, f"[0, {vocab_size}), the vocabulary of the model")
+    check_vocabulary(name, token_ids, vocab_size)
     return torch.tensor(list(token_ids), dtype=torch.long)

@@ -130,8 +130,9 @@ def _adjust(
     is_seen = tables.is_in_prompt.index_select(0, slots) | was_drawn
     repetition = rows.repetition_penalty[:, None]
     penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-    # A penalty near 0 makes a logit infinite, which no token could be drawn from.
-    logits = torch.where(is_seen, penalized.clamp(max=torch.finfo(torch.float32).max), logits)
+    # A penalty near 0 or a large one makes a logit infinite, which no token could be drawn from.
+    most = torch.finfo(torch.float32).max
+    logits = torch.where(is_seen & (logits > float("-inf")), penalized.clamp(-most, most), logits)
     return logits - rows.frequency_penalty[:, None] * num_drawn - rows.presence_penalty[:, None] * was_drawn
 
 

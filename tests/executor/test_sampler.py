@@ -294,6 +294,31 @@ def test_a_ban_that_would_leave_nothing_is_not_made() -> None:
     assert one([1.0, 2.0, 0.0], temperature=0.0, min_tokens=5, allowed_token_ids=(EOS,)) == EOS
 
 
+@pytest.mark.case("B30")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_ban_of_the_whole_vocabulary_is_not_made(temperature: float) -> None:
+    """Stop tokens that are, with the end of the model, all there is."""
+    for params in ({"stop_token_ids": (0, 1, 2)}, {"stop_token_ids": (0, 1)}, {"stop_token_ids": (2, 1, 0, 1)}):
+        found = one([1.0, 50.0, 0.0], temperature=temperature, min_tokens=5, **params)
+        assert found == 1
+
+
+@pytest.mark.case("B30")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_large_repetition_penalty_leaves_a_token_to_draw(temperature: float) -> None:
+    """Ten times the lowest logits is beyond float32: all of a seen vocabulary would be excluded."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=10.0, allowed_token_ids=(1,))
+    sampler = Sampler(4, 3, [EOS])
+    sampler.start_request(0, RequestSpec("r", [0, 1, 2], params))
+    assert int(sample([[3e38, -3e38, -3e38]], params, uniform=[0.999], sampler=sampler).token_ids[0]) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_number_draws_a_token_of_the_vocabulary(value: float) -> None:
+    params = [SamplingParams(temperature=1.0)]
+    assert int(draw(torch.full((1, 40), value), params, torch.tensor([0.999]))) in range(40)
+
+
 def test_penalties_start_from_prompt_and_outputs_and_count_what_is_sampled() -> None:
     """frequency 1 and presence 0.5 count outputs only; token 4 is in the prompt alone and keeps its logit."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, presence_penalty=0.5)

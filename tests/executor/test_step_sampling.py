@@ -180,3 +180,22 @@ def test_a_token_outside_the_vocabulary_is_refused(field: str, token_id: int) ->
     params = SamplingParams(**{field: value})
     with pytest.raises(InvalidArgumentError, match=f"{field} is {token_id}; allowed: "):
         Both().tables.start_request(0, RequestSpec("r", [1], params))
+
+
+@pytest.mark.case("B30")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_everything_is_banned_both_draw_the_same_token_of_the_vocabulary(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    banned = SamplingParams(temperature=temperature, min_tokens=5, stop_token_ids=tuple(range(VOCAB_SIZE)))
+    lowest = SamplingParams(temperature=temperature, repetition_penalty=10.0, allowed_token_ids=(7,))
+    both = Both()
+    params = [banned, lowest]
+    for slot, row in enumerate(params):
+        both.start(slot, row)
+    logits = torch.randn(2, VOCAB_SIZE, generator=generator)
+    logits[1] = -3e38
+    ours, compiled = both.sample(logits, params, 0, torch.tensor([0.9, 0.999]))
+    assert ours.token_ids.tolist() == compiled.token_ids.tolist()
+    assert ours.token_ids[0] == logits[0].argmax() or temperature > 0
+    assert ours.token_ids[0] > 0
+    assert ours.token_ids[1] == 7
