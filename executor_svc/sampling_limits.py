@@ -1,4 +1,4 @@
-"""What sampling parameters can be, whoever sent them: asked once for each request, on every device, before it starts."""
+"""What sampling parameters can be, whoever sent them: asked once for each request, on every device."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ class CpuSettings:
         use_kernels: run bfloat16 with the kernels in C++ where they can be built (`executor_svc.kernels`).
         kernels_directory: where compiled kernels are kept; None is the user's cache directory.
         require_cached: compile nothing; the kernels must be there where they can be run.
+        compile_only: the kernels must be there or be compiled now, where they can be run.
     """
 
     dtype: str = "bfloat16"
@@ -92,6 +93,7 @@ class CpuSettings:
     use_kernels: bool = True
     kernels_directory: pathlib.Path | None = None
     require_cached: bool = False
+    compile_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,4 +320,9 @@ def _load_kernels(settings: CpuSettings, num_threads: int, ranks: RankGroup | No
         return None, f"PyTorch, for the dtype is {settings.dtype}"
     if not settings.use_kernels:
         return None, "PyTorch, as the settings say"
-    return load_kernels(settings.kernels_directory, num_threads, is_required=settings.require_cached)
+    return load_kernels(
+        settings.kernels_directory,
+        num_threads,
+        is_required=settings.require_cached,
+        must_build=settings.compile_only,
+    )

@@ -54,6 +54,7 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
         use_kernels=config.use_kernels,
         kernels_directory=kernels_directory,
         require_cached=config.require_cached,
+        compile_only=config.compile_only,
     )
     return CpuDevice(config.model, settings, ranks)
 

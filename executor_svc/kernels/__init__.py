@@ -18,7 +18,7 @@ __all__ = ["NativeKernels", "load_kernels"]
 
 
 def load_kernels(
-    directory: pathlib.Path | None = None, num_threads: int = 1, *, is_required: bool = False
+    directory: pathlib.Path | None = None, num_threads: int = 1, *, is_required: bool = False, must_build: bool = False
 ) -> tuple[NativeKernels | None, str]:
     """The kernels and one sentence on what runs; None with the reason where there are none.
 
@@ -26,9 +26,10 @@ def load_kernels(
         directory: where compiled kernels are kept; None is `holdback/kernels` in the user's cache directory.
         num_threads: that they run on.
         is_required: compile nothing; what this processor can run must be there.
+        must_build: what this processor can run must be there or be compiled now.
 
     Raises:
-        ConfigError: they are not there, and are required.
+        ConfigError: they are not there, and are required; or they cannot be built, and must be.
     """
     missing = find_missing_features()
     if missing:
@@ -41,5 +42,7 @@ def load_kernels(
     except (BuildError, OSError) as error:
         if is_required:
             raise ConfigError(f"the kernels of the cpu device are not there, as require_cached asks: {error}") from None
+        if must_build:
+            raise ConfigError(f"the kernels of the cpu device cannot be built, as compile_only asks: {error}") from None
         return None, f"PyTorch, for the kernels cannot be built: {error}"
     return kernels, f"C++ with avx512_bf16, {'built now' if was_built else 'from the cache'}: {path.name}"

@@ -1,4 +1,8 @@
-"""Compiling the kernels once for each version of them, with the machine's C++ compiler."""
+"""Compiling the kernels once for each version of them, with the machine's C++ compiler.
+
+A library ends with the digest of all before it, which the loader passes over: loading one that was cut off would end
+the process with a signal, at every start again.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ SOURCES = pathlib.Path(__file__).parent
 FEATURES = ("avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", *(f"-m{name.replace('_', '')}" for name in FEATURES))
 _TIMEOUT_S = 120
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class BuildError(Exception):
@@ -35,7 +40,8 @@ def find_missing_features(cpu_info: pathlib.Path = pathlib.Path("/proc/cpuinfo")
 def build(directory: pathlib.Path | None = None, *, is_required: bool = False) -> tuple[pathlib.Path, bool]:
     """Path of the compiled kernels, and whether they were compiled now.
 
-    Each compiler has its own. Without a compiler, those that any made from the same sources are taken.
+    Each compiler has its own. Without a compiler, those that any made from the same sources are taken. A damaged file
+    counts for nothing, and is replaced.
 
     Args:
         directory: where they are kept; None is `holdback/kernels` in the user's cache directory.
@@ -51,20 +57,32 @@ def build(directory: pathlib.Path | None = None, *, is_required: bool = False) -
     except CacheDirectoryError as error:
         raise BuildError(f"{directory} {error}") from None
     sources = _digest_of_sources()
-    found = sorted(directory.glob(f"kernels-{sources}-*.so"))
-    if found and (is_required or not _has_compiler()):
-        return found[-1], False
-    if is_required:
-        raise BuildError(f"{directory} has no kernels-{sources}-*.so; fill it with --compile-only")
+    if is_required or not _has_compiler():
+        found = sorted(directory.glob(f"kernels-{sources}-*.so"))
+        if whole := [path for path in found if _is_whole(path)]:
+            return whole[-1], False
+        if is_required:
+            problem = f"has {found[-1].name}, which is damaged" if found else f"has no kernels-{sources}-*.so"
+            raise BuildError(f"{directory} {problem}; fill it with --compile-only")
     compiler = _find_compiler()
     path = directory / f"kernels-{sources}-{_digest_of(compiler)}.so"
-    if path.is_file():
+    if _is_whole(path):
         return path, False
     with tempfile.TemporaryDirectory(dir=directory) as aside:
         made = pathlib.Path(aside) / path.name
         compile_kernels(made)
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
         made.replace(path)  # at once, so that another process never loads half a file
     return path, True
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def compile_kernels(path: pathlib.Path, flags: Sequence[str] = FLAGS) -> None:

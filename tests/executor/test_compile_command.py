@@ -40,6 +40,19 @@ async def command(*arguments: str | pathlib.Path) -> tuple[int | None, str, str]
 
 
 @needs_kernels
+async def test_a_compiler_that_fails_ends_compile_only_with_the_reason(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    status, output, last = await command(
+        "--compile-only", "--device", "cpu", "--model", tiny_model, "--compile-cache", tmp_path / "cache"
+    )
+    assert (status, output.count("compiled for")) == (2, 0)
+    assert last.startswith("holdback executor: the kernels of the cpu device cannot be built, as compile_only asks: ")
+    assert "/bin/false ended with 1" in last
+
+
+@needs_kernels
 async def test_a_cache_is_filled_once_then_found_and_then_enough(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, scheduler: StubScheduler
 ) -> None:

@@ -42,8 +42,40 @@ def test_each_compiler_has_its_own_kernels(
     second, was_built = build(tmp_path / "cache")
     assert was_built
     assert second != first
-    assert (first.read_text(), second.read_text()) == ("1.0\n", "2.0\n")
+    assert (first.read_bytes()[:4], second.read_bytes()[:4]) == (b"1.0\n", b"2.0\n")
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted([first.name, second.name])
+
+
+@pytest.mark.parametrize("content", [b"", b"junk!", b"1.0\n", None], ids=["empty", "junk", "no digest", "cut off"])
+def test_a_damaged_file_is_built_again(compiler: pathlib.Path, tmp_path: pathlib.Path, content: bytes | None) -> None:
+    made, _ = build(tmp_path / "cache")
+    whole = made.read_bytes()
+    made.write_bytes(whole[:-1] if content is None else content)
+    assert build(tmp_path / "cache") == (made, True)
+    assert made.read_bytes() == whole
+    assert build(tmp_path / "cache") == (made, False)
+
+
+def test_a_damaged_file_is_no_file_where_nothing_is_compiled(
+    compiler: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = build(tmp_path / "cache")
+    made.write_bytes(made.read_bytes()[:-1])
+    with pytest.raises(BuildError, match=f"cache has {made.name}, which is damaged; fill it with --compile-only"):
+        build(tmp_path / "cache", is_required=True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="there is no C\\+\\+ compiler"):
+        build(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("compiler_name", ["false", "/no/such/compiler"])
+def test_kernels_that_must_be_built_and_cannot_be_are_an_error(
+    compiler_name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "find_missing_features", list)
+    monkeypatch.setenv("CXX", compiler_name)
+    with pytest.raises(ConfigError, match=f"cannot be built, as compile_only asks: .*{compiler_name}"):
+        load_kernels(tmp_path / "cache", must_build=True)
 
 
 def test_other_sources_are_compiled_anew(
