@@ -240,6 +240,12 @@ class ExecutorConfig(ServiceConfig):
             if self.device == "simulated" and name != "num_blocks":
                 raise ValueError(f"{name} is {value}; allowed on the device simulated: num_blocks")
 
+        has_budget = self.kv_memory_fraction is not None or (self.device == "neuron" and not given)
+        for name in ("kv_memory_cap_fraction", "kv_memory_min_bytes"):
+            value = getattr(self, name)
+            if name in self.model_fields_set and value is not None and not has_budget:
+                raise ValueError(f"{name} is {value}, which nothing goes by; allowed: with kv_memory_fraction")
+
     @property
     def name(self) -> str:
         """`executor_id`, or host name and process id."""

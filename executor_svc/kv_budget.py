@@ -27,6 +27,8 @@ DEFAULT_FRACTION = 0.9
 DEFAULT_CAP_FRACTION = 0.30
 DEFAULT_MIN_BYTES = 1 << 30
 """On an accelerator, whose memory is for nothing else."""
+SMALLEST_MODEL_LEN = 2
+"""One token of a prompt and one output."""
 ROUNDED_FROM_BYTES = 1 << 30
 ROUNDED_TO_BYTES = 256 << 20
 
@@ -119,7 +121,7 @@ def choose_num_blocks(shape: KVShape, settings: KVMemorySettings, memory: Device
     if kv_bytes > memory.free:
         raise ConfigError(
             f"{source} asks for {num_blocks} blocks, {kv_bytes} bytes of KV memory, and of {memory.total} bytes "
-            f"{memory.used} are in use; allowed: {_what_fits(shape, memory)}"
+            f"{memory.used} are in use; allowed: {_what_fits(shape, memory, source)}"
         )
     log.info(
         "kv_memory",
@@ -149,7 +151,10 @@ def _wanted(shape: KVShape, settings: KVMemorySettings, memory: DeviceMemory) ->
     if settings.kv_cache_bytes is not None:
         return shape.num_blocks(settings.kv_cache_bytes), "kv_cache_bytes"
     if settings.fraction is not None:
-        return shape.num_blocks(_budget(settings, settings.fraction, memory)), "kv_memory_fraction"
+        budget = _budget(settings, settings.fraction, memory)
+        if budget < settings.min_bytes:
+            return shape.num_blocks(settings.min_bytes), "kv_memory_min_bytes"
+        return shape.num_blocks(budget), "kv_memory_fraction"
     default = shape.num_blocks(min(settings.default_bytes, memory.free // 2))
     if default >= shape.smallest_num_blocks:
         return default, "the default"
@@ -157,10 +162,10 @@ def _wanted(shape: KVShape, settings: KVMemorySettings, memory: DeviceMemory) ->
 
 
 def _budget(settings: KVMemorySettings, fraction: float, memory: DeviceMemory) -> int:
-    """In bytes. Rounded, so that starts which find a little more or less in use get the same shapes and graphs."""
+    """In bytes, before `min_bytes`. Rounded, so that starts which find a little more or less in use get the same shapes and graphs."""
     budget = min(int(memory.total * fraction) - memory.used, int(memory.total * settings.cap_fraction))
     rounded = budget - budget % ROUNDED_TO_BYTES if budget >= ROUNDED_FROM_BYTES else budget
-    return max(settings.min_bytes, rounded, 0)
+    return max(rounded, 0)
 
 
 def _check_one_request(
@@ -179,15 +184,28 @@ def _check_one_request(
             f"{settings.fraction}, kv_memory_cap_fraction {settings.cap_fraction} and kv_memory_min_bytes "
             f"{settings.min_bytes} give"
         )
-        change = "larger fractions"
+        change = f"larger fractions, or kv_memory_min_bytes of at least {needed}"
     raise ConfigError(
         f"max_model_len is {shape.max_model_len}, which needs {needed} bytes of KV memory, {shape.smallest_num_blocks} "
-        f"blocks and the sink, but {given}; allowed: {change}, or max_model_len of at most {shape.tokens(num_blocks)}"
+        f"blocks and the sink, but {given}; allowed: "
+        f"{_either(change, _shorter_requests(shape, num_blocks))}"
     )
 
 
-def _what_fits(shape: KVShape, memory: DeviceMemory) -> str:
+def _shorter_requests(shape: KVShape, num_blocks: int) -> str:
+    """The `max_model_len` that so many blocks hold; nothing where they hold none that there can be."""
+    tokens = shape.tokens(num_blocks)
+    return f"max_model_len of at most {tokens}" if tokens >= SMALLEST_MODEL_LEN else ""
+
+
+def _either(*changes: str) -> str:
+    return ", or ".join(change for change in changes if change)
+
+
+def _what_fits(shape: KVShape, memory: DeviceMemory, source: str) -> str:
     num_blocks = shape.num_blocks(memory.free)
-    if num_blocks >= shape.smallest_num_blocks:
-        return f"num_blocks of at most {num_blocks}, or more memory"
-    return f"max_model_len of at most {shape.tokens(num_blocks)}, or more memory"
+    if num_blocks < shape.smallest_num_blocks:
+        return _either(_shorter_requests(shape, num_blocks), "more memory")
+    if source in ("kv_cache_bytes", "kv_memory_min_bytes"):
+        return f"{source} of at most {memory.free}, or more memory"
+    return f"num_blocks of at most {num_blocks}, or more memory"

@@ -75,10 +75,9 @@ def check_neuron_limits(limits: ExecutorLimits) -> None:
     """What this device asks of shapes, beyond K1 and K2. Raises ConfigError with the first that is wrong."""
     for context in limits.decode_context_length_buckets:
         if context % CONTEXT_MULTIPLE:
-            raise ConfigError(
-                f"decode_context_length_buckets has {context}; allowed on the device neuron: multiples of "
-                f"{CONTEXT_MULTIPLE}, max_model_len, which is the last, among them"
-            )
+            is_last = context == limits.decode_context_length_buckets[-1]
+            given = "max_model_len is" if is_last else "decode_context_length_buckets has"
+            raise ConfigError(f"{given} {context}; allowed on the device neuron: multiples of {CONTEXT_MULTIPLE}")
     for size in limits.num_batched_tokens_buckets:
         if not SMALLEST_SEGMENT <= size <= LARGEST_SEGMENT:
             raise ConfigError(
@@ -102,10 +101,11 @@ def pin_cores(config: ExecutorConfig, environment: MutableMapping[str, str]) -> 
         environment: of this process, before the runtime is loaded.
 
     Raises:
-        ConfigError: both name cores.
+        ConfigError: both name cores, or it is no list of cores.
     """
     if config.neuron_cores is None:
         return
+    parse_cores(config.neuron_cores)
     for name in (VISIBLE_CORES, NUM_CORES):
         if name in environment:
             raise ConfigError(

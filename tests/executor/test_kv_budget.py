@@ -93,7 +93,7 @@ def test_a_budget_that_others_have_used_up_is_refused_with_the_arithmetic() -> N
     assert raised.value.message == (
         "max_model_len is 64, which needs 6291456 bytes of KV memory, 5 blocks and the sink, but 1048576 is what "
         "107374182400 in all, 102005473280 in use, kv_memory_fraction 0.9, kv_memory_cap_fraction 0.3 and "
-        "kv_memory_min_bytes 0 give; allowed: larger fractions, or max_model_len of at most 0"
+        "kv_memory_min_bytes 0 give; allowed: larger fractions, or kv_memory_min_bytes of at least 6291456"
     )
 
 
@@ -118,6 +118,16 @@ def test_a_budget_that_others_have_used_up_is_refused_with_the_arithmetic() -> N
             "are in use; allowed: num_blocks of at most 92159, or more memory",
         ),
         (
+            {"kv_cache_bytes": 91 * GIB},
+            "kv_cache_bytes asks for 93183 blocks, 97710505984 bytes of KV memory, and of 107374182400 bytes "
+            "10737418240 are in use; allowed: kv_cache_bytes of at most 96636764160, or more memory",
+        ),
+        (
+            {"fraction": 0.5, "min_bytes": 91 * GIB},
+            "kv_memory_min_bytes asks for 93183 blocks, 97710505984 bytes of KV memory, and of 107374182400 bytes "
+            "10737418240 are in use; allowed: kv_memory_min_bytes of at most 96636764160, or more memory",
+        ),
+        (
             {"max_model_len": 16 * 100_000},
             "one request of max_model_len asks for 100001 blocks, 104859697152 bytes of KV memory, and of 107374182400 "
             "bytes 10737418240 are in use; allowed: max_model_len of at most 1474528, or more memory",
@@ -131,7 +141,16 @@ def test_memory_that_is_not_there_or_holds_no_request_is_refused_with_what_to_ch
         choose(**settings)
 
 
+def test_no_length_is_offered_below_the_shortest_that_there_can_be() -> None:
+    with pytest.raises(ConfigError, match="allowed: kv_cache_bytes of at least 6291456$"):
+        choose(kv_cache_bytes=2 * MIB)
+    with pytest.raises(ConfigError, match="allowed: more memory$"):
+        choose(num_blocks=5, used=100 * GIB)
+
+
 def test_what_is_said_to_be_enough_is_enough() -> None:
+    assert choose(fraction=0.5, min_bytes=90 * GIB) == 92159
+    assert choose(kv_cache_bytes=90 * GIB) == 92159
     assert choose(kv_cache_bytes=6 * MIB) == 5
     assert choose(kv_cache_bytes=6 * MIB - 1, max_model_len=48) == 4
     assert choose(num_blocks=92159) == 92159

@@ -58,7 +58,7 @@ def test_max_model_len_is_added_to_the_context_buckets_that_are_given() -> None:
     ("settings", "max_model_len", "message"),
     [
         ({"decode_context_length_buckets": (200,)}, 8192, "has 200; allowed on the device neuron: multiples of 128"),
-        ({}, 8000, "has 8000; allowed on the device neuron: multiples of 128, max_model_len, which is the last"),
+        ({}, 8000, "max_model_len is 8000; allowed on the device neuron: multiples of 128"),
         ({"num_batched_tokens_buckets": (256, 512)}, 8192, r"has 256; allowed on the device neuron: \[512, 4096\]"),
         ({"max_num_batched_tokens": 8192}, 8192, r"has 8192; allowed on the device neuron: \[512, 4096\]"),
         ({}, 256, r"num_batched_tokens_buckets has 256; allowed on the device neuron: \[512, 4096\]"),
@@ -81,6 +81,11 @@ def test_cores_are_named_to_the_runtime_where_nobody_did() -> None:
     assert environment == {}
     pin_cores(load(neuron_cores="4-7"), environment)
     assert environment == {"NEURON_RT_VISIBLE_CORES": "4-7"}
+
+
+def test_cores_that_are_no_list_are_refused_before_the_runtime_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="the cores '3-1' are no list such as 0-3 or 4,5"):
+        pin_cores(load(neuron_cores="3-1"), {})
 
 
 @pytest.mark.parametrize("name", ["NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"])

@@ -59,6 +59,7 @@ def test_the_kv_memory_budget_is_read_from_the_environment_too() -> None:
     config = load("--model", "m", environment=environment)
     assert (config.kv_memory_fraction, config.kv_memory_cap_fraction, config.kv_memory_min_bytes) == (0.8, 0.5, 2**30)
     assert load("--model", "m").kv_memory_cap_fraction == 0.30
+    assert load("--device", "neuron", "--model", "m", "--kv-memory-min-bytes", "5").kv_memory_min_bytes == 5
 
 
 def test_a_scheduler_is_not_needed_to_compile() -> None:
@@ -94,6 +95,11 @@ def test_an_executor_has_a_name_without_being_given_one() -> None:
         (["--model", "m", "--kv-memory-fraction", "0"], "kv_memory_fraction is '0'"),
         (["--model", "m", "--kv-memory-cap-fraction", "1.5"], "kv_memory_cap_fraction is '1.5'"),
         (["--model", "m", "--kv-memory-min-bytes", "-1"], "kv_memory_min_bytes is '-1'"),
+        *[
+            (["--model", "m", *more, flag, "0.2" if "cap" in flag else "1"], "allowed: with kv_memory_fraction")
+            for flag in ("--kv-memory-cap-fraction", "--kv-memory-min-bytes")
+            for more in ([], ["--device", "simulated"], ["--device", "neuron", "--num-blocks", "9"])
+        ],
         (["--model", "m", "--scheduler", "null"], "scheduler is required"),
         (["--model", "m", "--compile-only", "--require-cached"], "compile_only and require_cached are both set"),
         (["--model", "m", "--dtype", "int8"], "dtype is 'int8'"),
