@@ -162,7 +162,10 @@ def _wanted(shape: KVShape, settings: KVMemorySettings, memory: DeviceMemory) ->
 
 
 def _budget(settings: KVMemorySettings, fraction: float, memory: DeviceMemory) -> int:
-    """In bytes, before `min_bytes`. Rounded, so that starts which find a little more or less in use get the same shapes and graphs."""
+    """In bytes, before `min_bytes`.
+
+    Rounded, so that starts which find a little more or less in use get the same shapes and graphs.
+    """
     budget = min(int(memory.total * fraction) - memory.used, int(memory.total * settings.cap_fraction))
     rounded = budget - budget % ROUNDED_TO_BYTES if budget >= ROUNDED_FROM_BYTES else budget
     return max(rounded, 0)

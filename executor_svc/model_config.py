@@ -6,6 +6,7 @@ be told from the configuration is told here, in one sentence; what cannot is for
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,10 @@ _LARGEST = {
     "max_position_embeddings": 1 << 30,
     "n_positions": 1 << 30,
 }
+# Numbers that every layer divides by or raises to a power.
+_LARGEST_EPSILON = 1.0
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_ABOVE_0 = ("rope_theta", "rotary_emb_base", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "factor")
 UNPACKED_AT_LOAD = "mxfp4"
 """As gpt-oss is published: 4 bits with a scale for each 32 weights."""
 
@@ -39,7 +44,10 @@ def read_config(directory: pathlib.Path) -> dict[str, Any]:
         raise refuse(directory, "is no directory; allowed: one with config.json and *.safetensors")
     config = read_json(directory / "config.json")
     _check_kind(directory, config)
-    _check_sizes(directory, text_config(config))
+    text = text_config(config)
+    _check_sizes(directory, text)
+    for part in (text, *_ropes(text)):
+        _check_reals(directory, part)
     return config
 
 
@@ -88,6 +96,18 @@ def _check_sizes(directory: pathlib.Path, config: dict[str, Any]) -> None:
             f"whose num_attention_heads is {heads}; allowed: a multiple of num_key_value_heads, which is {kv_heads}"
         )
         raise refuse(directory, f"has a config.json {message}")
+
+
+def _check_reals(directory: pathlib.Path, config: dict[str, Any]) -> None:
+    """Those in which NaN, infinity or a wrong sign would make every logit NaN."""
+    for key in (*_EPSILONS, *_ABOVE_0):
+        value = config.get(key)
+        if not isinstance(value, (int, float)):
+            continue
+        if key in _EPSILONS and not 0 <= value <= _LARGEST_EPSILON:
+            raise refuse(directory, f"has a config.json whose {key} is {value!r}; allowed: [0, {_LARGEST_EPSILON:g}]")
+        if key in _ABOVE_0 and not 0 < value < math.inf:
+            raise refuse(directory, f"has a config.json whose {key} is {value!r}; allowed: a finite number above 0")
 
 
 def _is_number_in(value: object, smallest: int, largest: int) -> bool:

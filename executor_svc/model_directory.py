@@ -18,8 +18,9 @@ _MAX_JSON_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 256 << 20
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Weights in these are read by nobody here; integers and booleans are masks and position ids of old files.
-_QUANTIZED_DTYPES = ("F4", "F6", "F8")
+_QUANTIZED_DTYPES = ("F4", "F6_", "F8", "I", "U", "BOOL", "C")
+# Of these dtypes old files have masks and position ids, and MXFP4 has blocks of numbers with their scales.
+_NO_WEIGHTS = ("position_ids", "token_type_ids", "masked_bias", ".attn.bias", ".attention.bias", "_blocks", "_scales")
 
 
 def refuse(directory: pathlib.Path, problem: str) -> ConfigError:
@@ -97,7 +98,7 @@ def _read_tensor_names(directory: pathlib.Path, name: str) -> set[str]:
     except (SafetensorError, OSError, ValueError) as error:
         raise refuse(directory, f"has a shard {name} that is cut off or no safetensors file: {error}") from error
     for tensor, dtype in dtypes.items():
-        if dtype.startswith(_QUANTIZED_DTYPES):
+        if dtype.startswith(_QUANTIZED_DTYPES) and not (dtype[0] in "IUB" and tensor.endswith(_NO_WEIGHTS)):
             raise refuse(directory, f"has the weight {tensor} in {dtype}; allowed: F64, F32, F16, BF16")
     return set(dtypes)
 
@@ -114,7 +115,9 @@ def check_tokenizer(directory: pathlib.Path, vocab_size: int) -> None:
     if not path.is_file():
         return
     model = read_json(path, _MAX_TOKENIZER_BYTES).get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(model, dict):
+        raise refuse(directory, "has a tokenizer.json without a model, so no tokenizer can be made of it")
+    vocabulary = model.get("vocab")
     largest = -1
     if isinstance(vocabulary, dict):
         largest = max((number for number in vocabulary.values() if isinstance(number, int)), default=-1)

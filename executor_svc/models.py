@@ -149,9 +149,13 @@ def _load_module(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # all the same they are refused, below, by name
             **arguments,
         )
-    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        allowed = f"{list(wanted)}, as config.json says"
+        raise refuse(directory, f"has the weight {name} of shape {list(found)}; allowed: {allowed}")
+    for problem in ("missing_keys", "unexpected_keys"):
         if report[problem]:
             found = sorted(str(key) for key in report[problem])
             shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from executor_svc.model_directory import list_weights
 from executor_svc.models import load_model
 from holdback.errors import ConfigError
 from tests.executor.tiny_models import save_model
@@ -130,7 +131,14 @@ def test_a_config_of_another_kind_of_model_is_refused(
             {"num_key_value_heads": 3},
             "num_attention_heads is 4; allowed: a multiple of num_key_value_heads, which is 3",
         ),
-        ({"hidden_size": 30, "head_dim": None}, "transformers can load|mismatched keys"),
+        ({"hidden_size": 30, "head_dim": None}, "transformers can load|has the weight .* of shape"),
+        ({"rms_norm_eps": float("nan")}, r"whose rms_norm_eps is nan; allowed: \[0, 1\]"),
+        ({"rms_norm_eps": -1e-5}, r"whose rms_norm_eps is -1e-05; allowed: \[0, 1\]"),
+        ({"rope_theta": -10000.0}, "whose rope_theta is -10000.0; allowed: a finite number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
+            "whose rope_theta is inf; allowed: a finite number above 0",
+        ),
         ({"intermediate_size": -1}, "holds nothing that transformers can load: RuntimeError: .*negative dimension"),
         ({"intermediate_size": "many"}, "holds nothing that transformers can load: "),
         ({"rms_norm_eps": "small"}, "holds nothing that transformers can load: "),
@@ -226,7 +234,7 @@ def test_a_header_that_lies_is_refused(
         (lambda weights: weights.pop("model.norm.weight"), "has weights with missing keys: model.norm.weight"),
         (
             lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}),
-            "holds nothing that transformers can load: .*mismatch|mismatched keys: .*model.norm.weight",
+            r"has the weight model.norm.weight of shape \[7\]; allowed: \[32\], as config.json says",
         ),
         (
             lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
@@ -251,6 +259,25 @@ def test_weights_in_8_bits_are_refused(model: pathlib.Path) -> None:
         model, lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].to(torch.float8_e4m3fn)})
     )
     assert_refused(model, "has the weight lm_head.weight in F8_E4M3; allowed: F64, F32, F16, BF16")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
+def test_weights_of_whole_numbers_are_refused(model: pathlib.Path, dtype: torch.dtype) -> None:
+    """Their scales are not read, so they would run as other numbers than they stand for."""
+    rewrite(model, lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].to(dtype)}))
+    assert_refused(model, "has the weight lm_head.weight in [A-Z0-9]+; allowed: F64, F32, F16, BF16")
+
+
+def test_weights_in_64_bits_are_taken(model: pathlib.Path) -> None:
+    rewrite(model, lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].double()}))
+    assert load_model(model, "float32").info.vocab_size == 128
+
+
+def test_masks_and_positions_of_old_files_are_no_weights(tmp_path: pathlib.Path) -> None:
+    ones = torch.ones(1, 4, dtype=torch.uint8)
+    names = ["h.0.attn.bias", "gpt_neox.layers.0.attention.bias", "embeddings.position_ids", "experts.down_proj_blocks"]
+    safetensors.torch.save_file({name: ones.clone() for name in names}, tmp_path / "model.safetensors")
+    assert list_weights(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -336,6 +363,8 @@ def test_a_tokenizer_that_fits_or_says_nothing_is_left_to_the_gateway(model: pat
 def test_a_broken_tokenizer_is_refused(model: pathlib.Path) -> None:
     (model / "tokenizer.json").write_text('{"model": ')
     assert_refused(model, "has a tokenizer.json that is not JSON")
+    (model / "tokenizer.json").write_text("{}")
+    assert_refused(model, "has a tokenizer.json without a model, so no tokenizer can be made of it")
 
 
 # The command

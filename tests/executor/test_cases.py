@@ -107,6 +107,30 @@ def test_a_prefix_hit_that_goes_on_in_chunks_answers_as_a_cold_prefill(runner: N
     assert_equal_answers(decode(runner, steps, "warm", last), expected)
 
 
+@pytest.mark.case("B32")
+def test_a_seed_gives_the_same_tokens_in_the_first_row_and_in_the_fourth(runner: NeuronModelRunner) -> None:
+    """Alone in row 0, then in row 3 and another slot behind a seeded, a greedy and an unseeded neighbour."""
+    seeded = SamplingParams(temperature=1.5, seed=42)
+    others = (SamplingParams(temperature=1.5, seed=7), SamplingParams(temperature=0.0), SamplingParams(temperature=1.5))
+    prompt = tokens(8, seed=1)
+    steps = Steps()
+    alone = runner.execute(steps.new("r", prompt, blocks=[1, 2], padded=128, sampling=seeded)).sampled_token_ids
+    alone = alone + [runner.execute(steps.decode("r")).sampled_token_ids[0] for _ in range(20)]
+    assert len(set(alone)) > 8
+
+    runner.reset()
+    steps = Steps()
+    names = [f"other {number}" for number in range(3)]
+    for number, (name, params) in enumerate(zip(names, others, strict=True)):
+        blocks = [10 + 2 * number, 11 + 2 * number]
+        runner.execute(steps.new(name, prompt, slot=number, blocks=blocks, padded=128, sampling=params))
+    first = steps.new("r", prompt, slot=3, blocks=[1, 2], padded=128, sampling=seeded)
+    found = [runner.execute(first).sampled_token_ids]
+    found += [runner.execute(steps.decode(*names, "r")).sampled_token_ids for _ in range(20)]
+    assert [row[-1] for row in found] == alone
+    assert [row[2] for row in found[1:]] != alone[1:]
+
+
 @pytest.mark.case("B37")
 def test_an_end_id_is_a_token_like_any_other_to_the_executor(runner: NeuronModelRunner) -> None:
     """Whether it ends the request is the scheduler's to say; here it is drawn, written and decoded from."""

@@ -142,9 +142,9 @@ def test_memory_that_is_not_there_or_holds_no_request_is_refused_with_what_to_ch
 
 
 def test_no_length_is_offered_below_the_shortest_that_there_can_be() -> None:
-    with pytest.raises(ConfigError, match="allowed: kv_cache_bytes of at least 6291456$"):
+    with pytest.raises(ConfigError, match=r"allowed: kv_cache_bytes of at least 6291456$"):
         choose(kv_cache_bytes=2 * MIB)
-    with pytest.raises(ConfigError, match="allowed: more memory$"):
+    with pytest.raises(ConfigError, match=r"allowed: more memory$"):
         choose(num_blocks=5, used=100 * GIB)
 
 
