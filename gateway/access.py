@@ -9,8 +9,9 @@ The file is YAML and holds digests, so that who reads it cannot call:
         max_streams: 16
 
 `holdback key NAME` draws a key of 256 bits and prints its entry; for keys of that size a plain digest is enough. The
-file is read again when it changes. A file that cannot be read any more leaves the keys as they were, with an error in
-the log, for a slip of the pen is not to lock everybody out.
+file is read again when it changes, beside the calls: those that come meanwhile meet the keys from before. A file that
+cannot be read any more leaves the keys as they were, with an error in the log, for a slip of the pen is not to lock
+everybody out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import pathlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +52,7 @@ class Caller:
 
 
 ANYONE = Caller()
+_NOBODY = (b"", ANYONE)  # no digest is empty
 
 
 class Access(Protocol):
@@ -83,10 +86,11 @@ class _KeyFile(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _each_once(self) -> _KeyFile:
         for attribute in ("name", "sha256"):
-            values = [getattr(entry, attribute) for entry in self.keys]
-            twice = next((value for value in values if values.count(value) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{attribute} {twice} stands twice; allowed: each once")
+            seen: set[str] = set()
+            for value in (getattr(entry, attribute) for entry in self.keys):
+                if value in seen:
+                    raise ValueError(f"{attribute} {value} stands twice; allowed: each once")
+                seen.add(value)
         return self
 
 
@@ -101,6 +105,7 @@ class KeyAccess:
         self._path = path
         self._stamp = _stamp(path)
         self._callers = _read(path)
+        self._reading: threading.Thread | None = None
         log.info("api_keys_read", num_keys=len(self._callers))
 
     def authenticate(self, authorization: str | None) -> Caller:
@@ -108,20 +113,29 @@ class KeyAccess:
         if authorization is None or not authorization.startswith(SCHEME):
             raise UnauthenticatedError("the header `authorization` is missing; allowed: `Bearer` and an API key")
         digest = hashlib.sha256(authorization[len(SCHEME) :].strip().encode()).digest()
-        found = None
-        for known, caller in self._callers.items():
-            # All are compared, each in constant time: how long it takes tells nothing of any key.
-            if hmac.compare_digest(known, digest):
-                found = caller
-        if found is None:
+        # The search is of digests, and nobody can choose what a digest begins with: how long it takes tells nothing
+        # that leads to a key. Whether the one found is the right one is then asked in constant time.
+        known, caller = self._callers.get(digest, _NOBODY)
+        if not hmac.compare_digest(known, digest):
             raise UnauthenticatedError("the API key is not known")
-        return found
+        return caller
+
+    def wait_until_read(self) -> None:
+        """Returns when the file as it was at the last call is in effect."""
+        if self._reading is not None:
+            self._reading.join()
 
     def _read_again_if_changed(self) -> None:
+        if self._reading is not None and self._reading.is_alive():
+            return
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
+        self._reading = threading.Thread(target=self._read_again, name="api-keys", daemon=True)
+        self._reading.start()
+
+    def _read_again(self) -> None:
         try:
             self._callers = _read(self._path)
         except ConfigError as error:
@@ -144,7 +158,8 @@ def _stamp(path: pathlib.Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: pathlib.Path) -> Mapping[bytes, Caller]:
+def _read(path: pathlib.Path) -> Mapping[bytes, tuple[bytes, Caller]]:
+    """Callers, each with its digest, by that digest."""
     content: Any = read_yaml(path, "api_keys")
     try:
         entries = _KeyFile.model_validate(content).keys
@@ -152,4 +167,6 @@ def _read(path: pathlib.Path) -> Mapping[bytes, Caller]:
         # Not pydantic's own words: they may hold what was written in place of a digest.
         where = ".".join(map(str, error.errors()[0]["loc"])) or "the whole"
         raise ConfigError(f"api_keys: {path}: {where}: {error.errors()[0]['msg']}") from None
-    return {bytes.fromhex(entry.sha256): Caller(entry.name, entry.max_requests, entry.max_streams) for entry in entries}
+    digests = [bytes.fromhex(entry.sha256) for entry in entries]
+    callers = [Caller(entry.name, entry.max_requests, entry.max_streams) for entry in entries]
+    return {digest: (digest, caller) for digest, caller in zip(digests, callers, strict=True)}

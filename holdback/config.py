@@ -155,7 +155,10 @@ def _parse_text(text: str) -> Any:
     return None if text == "null" else text
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+_SafeLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
+
+
+class _UniqueKeyLoader(_SafeLoader):  # type: ignore[misc, valid-type]
     """YAML's safe loader, which besides refuses a key that stands twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -163,7 +166,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def read_yaml(path: pathlib.Path, setting: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -65,13 +66,41 @@ def test_any_other_header_is_refused_without_showing_it(tmp_path: pathlib.Path, 
     assert "three" not in caught.value.message
 
 
-def test_a_change_counts_with_the_next_call(tmp_path: pathlib.Path) -> None:
+def refuses(access: KeyAccess, header: str) -> bool:
+    try:
+        access.authenticate(header)
+    except UnauthenticatedError:
+        return True
+    return False
+
+
+def test_a_change_counts_once_it_is_read_and_the_keys_from_before_until_then(tmp_path: pathlib.Path) -> None:
     path = write(tmp_path / "keys", entry("old", "a"))
     access = KeyAccess(path)
     write(path, entry("new", "a"))
+    access.authenticate("Bearer old")
+    access.wait_until_read()
     assert access.authenticate("Bearer new").name == "a"
-    with pytest.raises(UnauthenticatedError):
-        access.authenticate("Bearer old")
+    assert refuses(access, "Bearer old")
+
+
+def test_thousands_of_keys_hold_no_call_up(tmp_path: pathlib.Path) -> None:
+    path = write(tmp_path / "keys", entry("old", "a"))
+    access = KeyAccess(path)
+    write_many(path, 3_000)
+    began = time.thread_time()
+    access.authenticate("Bearer old")
+    access.wait_until_read()
+    assert access.authenticate("Bearer 2999").name == "n2999"
+    for _ in range(100):
+        assert refuses(access, "Bearer none")
+    assert time.thread_time() - began < 0.1  # some 0.003 s; to read here or to compare each key takes seconds
+
+
+def write_many(path: pathlib.Path, num_keys: int) -> None:
+    digests = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(num_keys)]
+    lines = [f"  - name: n{number}\n    sha256: {digest}\n" for number, digest in enumerate(digests)]
+    path.write_text("keys:\n" + "".join(lines), encoding="utf-8")
 
 
 @pytest.mark.parametrize("content", ["keys: [", "keys: [{name: x}]", "nothing", ""])
@@ -81,10 +110,14 @@ def test_a_file_that_is_none_is_refused_at_start_and_leaves_the_keys_later(
     path = write(tmp_path / "keys", entry("one", "a"))
     access = KeyAccess(path)
     path.write_text(content, encoding="utf-8")
+    access.authenticate("Bearer one")
+    access.wait_until_read()
     assert access.authenticate("Bearer one").name == "a"
     with pytest.raises(ConfigError, match="api_keys"):
         KeyAccess(path)
     path.unlink()
+    access.authenticate("Bearer one")
+    access.wait_until_read()
     assert access.authenticate("Bearer one").name == "a"
 
 
