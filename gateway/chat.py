@@ -26,42 +26,25 @@ MAX_RENDERED_CHARS = 8 * 1024 * 1024
 
 
 class ChatTemplate:
-    """One model's chat template.
-
-    Attributes:
-        source: Jinja; None for a model that has no template, which refuses every conversation.
-        special_tokens: variables such as `bos_token`.
-    """
+    """One model's chat template."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """Compiles the template. Raises ConfigError for a source that is none."""
-        self.source = source
-        self.special_tokens = dict(special_tokens)
+        """Compiles the template, which works out what is constant in it and so takes whatever time that takes.
+
+        Args:
+            source: Jinja; None for a model that has no template, which refuses every conversation.
+            special_tokens: variables such as `bos_token`.
+
+        Raises:
+            ConfigError: the source is no template.
+        """
+        self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         if source is not None:
             try:
                 self._template = _environment().from_string(source)
-            except jinja2.TemplateError as error:
-                raise ConfigError(f"the chat template cannot be read: {error}") from None
-
-    def check(self, messages: Sequence[Mapping[str, Any]]) -> jinja2.Template:
-        """The compiled template. Raises InvalidArgumentError where none need be asked: no message, or no template."""
-        if not messages:
-            raise InvalidArgumentError(
-                "chat.messages has 0 messages; allowed: at least one",
-                field="chat.messages",
-                value="0 messages",
-                limit="at least one",
-            )
-        if self._template is None:
-            raise InvalidArgumentError(
-                "chat is set, but the model has no chat template; allowed: text or token_ids",
-                field="chat",
-                value="messages",
-                limit="text or token_ids, for this model",
-                reason=ErrorReason.CHAT_TEMPLATE_FAILED,
-            )
-        return self._template
+            except (jinja2.TemplateError, MemoryError, RecursionError) as error:
+                raise ConfigError(f"the chat template cannot be read: {str(error) or type(error).__name__}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for a conversation, special tokens written out, ready for the assistant to speak.
@@ -70,14 +53,34 @@ class ChatTemplate:
             InvalidArgumentError: there is no message, there is no template, or the template refused the messages;
                 then the error has the template's own message and the reason CHAT_TEMPLATE_FAILED.
         """
-        template = self.check(messages)
+        check_messages(messages, has_template=self._template is not None)
+        assert self._template is not None  # noqa: S101 - checked
         variables = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return _join_bounded(template.generate(**(self.special_tokens | variables)))
+            return _join_bounded(self._template.generate(**(self._special_tokens | variables)))
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise template_failed(str(error) or type(error).__name__) from error
         except RecursionError:
             raise template_failed("the template calls itself too deeply") from None
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], *, has_template: bool) -> None:
+    """Raises InvalidArgumentError for what no template need be asked about."""
+    if not messages:
+        raise InvalidArgumentError(
+            "chat.messages has 0 messages; allowed: at least one",
+            field="chat.messages",
+            value="0 messages",
+            limit="at least one",
+        )
+    if not has_template:
+        raise InvalidArgumentError(
+            "chat is set, but the model has no chat template; allowed: text or token_ids",
+            field="chat",
+            value="messages",
+            limit="text or token_ids, for this model",
+            reason=ErrorReason.CHAT_TEMPLATE_FAILED,
+        )
 
 
 def _join_bounded(pieces: Any) -> str:

@@ -16,7 +16,6 @@ import structlog
 
 from gateway.access import create_access
 from gateway.calls import Authentication
-from gateway.chat import ChatTemplate
 from gateway.config import GatewayConfig, PoolConfig
 from gateway.counts import HttpCounts
 from gateway.engine_client import EngineClient
@@ -25,7 +24,7 @@ from gateway.malformed import MalformedRequests
 from gateway.metrics import METRICS, GatewayMetrics
 from gateway.pool import Pool, Pools
 from gateway.services import GrpcServices
-from gateway.template_workers import TemplateWorkers
+from gateway.template_workers import TemplateSource, TemplateWorkers
 from gateway.tokenizer import Tokenizer
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
@@ -167,7 +166,7 @@ class GatewayServer:
             loss_timeout_s=self._config.scheduler_loss_timeout_s,
             tls=self._config.tls,
         )
-        template = self.templates.add(ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens))
+        template = self.templates.add(TemplateSource(tokenizer.chat_template, tokenizer.special_tokens))
         return Pool(config.served_model_names, tokenizer, template, engine)
 
     async def _report_readiness(self, pool: Pool) -> None:

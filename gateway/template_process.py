@@ -1,7 +1,7 @@
 """The process that renders chat templates: `python -m gateway.template_process`, started by `template_workers`.
 
 Messages are frames on standard input and output: four bytes of length, big-endian, then UTF-8 JSON. The first one in
-has the templates and the limit of memory; the answer to it says that the process is ready. Then each frame in is
+has the templates and the limit of memory; the answer to it, `{}`, says that the process is ready. Then each frame in is
 `{"template": number, "messages": [...]}` and each frame out `{"text": ...}` or `{"error": ...}`. The process ends with
 its input, or with the gateway.
 """
@@ -16,7 +16,7 @@ import sys
 from typing import Any, BinaryIO
 
 from gateway.chat import ChatTemplate
-from holdback.errors import InvalidArgumentError
+from holdback.errors import ConfigError, InvalidArgumentError
 from holdback.parent import end_with_parent
 
 HEADER = struct.Struct(">I")
@@ -35,7 +35,11 @@ def main() -> None:
     if hello is None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"], hello["memory_bytes"]))
-    templates = [ChatTemplate(entry["source"], entry["special_tokens"]) for entry in hello["templates"]]
+    try:
+        templates = [ChatTemplate(entry["source"], entry["special_tokens"]) for entry in hello["templates"]]
+    except ConfigError as error:
+        _write(stdout, {"error": error.message})
+        return
     _write(stdout, {})
     while (request := _read(stdin)) is not None:
         _write(stdout, _answer(templates[request["template"]], request["messages"]))

@@ -15,13 +15,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from gateway.chat import ChatTemplate, template_error, template_failed
+from gateway.chat import check_messages, template_error, template_failed
 from gateway.template_process import HEADER, pack
-from holdback.errors import InternalError
+from holdback.errors import ConfigError, InternalError
 from holdback.parent import PARENT_VARIABLE
 
 log = structlog.get_logger(__name__)
@@ -33,17 +34,30 @@ ENVIRONMENT = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "TZ")
 """All of the gateway's environment that a template's process gets: nothing in it is secret."""
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """A template as a model directory has it. It is compiled by the processes alone: that, too, can take for ever.
+
+    Attributes:
+        text: Jinja; None for a model that has no template, which refuses every conversation.
+        special_tokens: variables such as `bos_token`.
+    """
+
+    text: str | None
+    special_tokens: Mapping[str, str]
+
+
 class WorkerTemplate:
     """One model's template, rendered in a worker."""
 
-    def __init__(self, workers: TemplateWorkers, number: int, template: ChatTemplate) -> None:
+    def __init__(self, workers: TemplateWorkers, number: int, source: TemplateSource) -> None:
         self._workers = workers
         self._number = number
-        self._template = template
+        self._source = source
 
     async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """As `ChatTemplate.render`; a template that takes too long or too much memory refuses the messages too."""
-        self._template.check(messages)
+        check_messages(messages, has_template=self._source.text is not None)
         return await self._workers.render(self._number, messages)
 
 
@@ -52,28 +66,35 @@ class TemplateWorkers:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._templates: list[ChatTemplate] = []
+        self._sources: list[TemplateSource] = []
         self._idle: list[_Worker] = []
         self._busy: set[asyncio.Task[str]] = set()
         self._free = asyncio.Semaphore(NUM_WORKERS)
 
-    def add(self, template: ChatTemplate) -> WorkerTemplate:
+    def add(self, source: TemplateSource) -> WorkerTemplate:
         """Makes a template known; before `start`."""
-        self._templates.append(template)
-        return WorkerTemplate(self, len(self._templates) - 1, template)
+        self._sources.append(source)
+        return WorkerTemplate(self, len(self._sources) - 1, source)
 
     async def start(self) -> None:
-        """Starts the first process. Raises InternalError when it does not come up."""
+        """Starts the first process, which compiles all templates. Raises ConfigError when it cannot."""
         self._idle.append(await self._start_worker())
 
     async def render(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation. Raises InvalidArgumentError when the template does not give one in time."""
-        async with self._free:
-            # Who gave up does not leave an answer behind that the next would read: the exchange goes on without it.
-            task = asyncio.create_task(self._render(number, messages))
-            self._busy.add(task)
-            task.add_done_callback(self._busy.discard)
-            return await asyncio.shield(task)
+        await self._free.acquire()
+        # Who gives up does not leave an answer behind that the next would read: the exchange goes on without it, and
+        # its process counts as taken until then.
+        task = asyncio.create_task(self._render(number, messages))
+        self._busy.add(task)
+        task.add_done_callback(self._let_go)
+        return await asyncio.shield(task)
+
+    def _let_go(self, task: asyncio.Task[str]) -> None:
+        self._busy.discard(task)
+        self._free.release()
+        if not task.cancelled():
+            task.exception()  # where nobody waits any more
 
     async def close(self) -> None:
         """Ends all processes."""
@@ -106,13 +127,19 @@ class TemplateWorkers:
 
     async def _start_worker(self) -> _Worker:
         worker = await _Worker.start()
-        hello = [{"source": entry.source, "special_tokens": entry.special_tokens} for entry in self._templates]
+        templates = [{"source": source.text, "special_tokens": source.special_tokens} for source in self._sources]
+        problem = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.ask({"memory_bytes": MEMORY_BYTES, "templates": hello})
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                answer = await worker.ask({"memory_bytes": MEMORY_BYTES, "templates": templates})
+            problem = answer.get("error")
+        except TimeoutError:
+            problem = f"they took longer than {START_TIMEOUT_S:g} s to compile"
+        except (asyncio.IncompleteReadError, ConnectionError):
+            problem = "their process ended"
+        if problem is not None:
             await worker.end()
-            raise InternalError(f"the process for chat templates did not start within {START_TIMEOUT_S:g} s") from None
+            raise ConfigError(f"the chat templates cannot be used: {problem}")
         return worker
 
 

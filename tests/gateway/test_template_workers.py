@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from gateway.chat import ChatTemplate
-from gateway.template_workers import TemplateWorkers, WorkerTemplate
-from holdback.errors import ErrorReason, InvalidArgumentError
+from gateway import template_workers
+from gateway.template_workers import NUM_WORKERS, TemplateSource, TemplateWorkers, WorkerTemplate
+from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError
 
 USER = [{"role": "user", "content": "h\u00e9"}]
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
@@ -31,7 +32,7 @@ async def start() -> AsyncIterator[Start]:
     async def start(*sources: str | None, timeout_s: float = 30.0) -> tuple[TemplateWorkers, list[WorkerTemplate]]:
         workers = TemplateWorkers(timeout_s)
         made.append(workers)
-        templates = [workers.add(ChatTemplate(source, {"bos_token": "<s>"})) for source in sources]
+        templates = [workers.add(TemplateSource(source, {"bos_token": "<s>"})) for source in sources]
         await workers.start()
         return workers, templates
 
@@ -129,3 +130,40 @@ async def test_the_process_gets_nothing_secret(start: Start, monkeypatch: pytest
     workers, _ = await start("x")
     with open(f"/proc/{workers._idle[0].pid}/environ", "rb") as file:  # noqa: ASYNC230, PTH123
         assert b"HOLDBACK_SECRET" not in file.read()
+
+
+async def test_a_source_that_is_no_template_is_refused_at_start(start: Start) -> None:
+    with pytest.raises(ConfigError, match="the chat templates cannot be used: the chat template cannot be read"):
+        await start("{% for %}")
+
+
+@pytest.mark.case("B72")
+@pytest.mark.parametrize(
+    "source", ["{{ 'a' * 3000000000 }}", "{{ 9**9**9 }}", "{% if 1 == 2 %}{{ 7**9**9 }}{% endif %}x"]
+)
+async def test_what_is_constant_in_a_template_is_worked_out_within_bounds(
+    start: Start, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_workers, "START_TIMEOUT_S", 5.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome = "rendered"
+    try:
+        _, [template] = await start(source, timeout_s=2.0)
+        await template.render(USER)
+    except (ConfigError, InvalidArgumentError) as error:
+        outcome = error.message
+    assert outcome == "rendered" or "took longer than" in outcome or "refused chat.messages" in outcome
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes, of this process
+
+
+@pytest.mark.case("B56")
+async def test_clients_that_leave_start_no_more_processes_than_there_may_be(start: Start) -> None:
+    workers, [template] = await start(ON_REQUEST, timeout_s=1.0)
+    left = [asyncio.create_task(template.render(SLOW)) for _ in range(8)]
+    await asyncio.sleep(0.2)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert len(workers._busy) <= NUM_WORKERS
+    assert await template.render(USER) == "h\u00e9"
+    assert len(workers._busy) + len(workers._idle) <= NUM_WORKERS

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import pathlib
 import re
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -147,3 +149,16 @@ def test_of_several_named_templates_the_default_one_is_taken(tmp_path: pathlib.P
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     directory = save_directory(tmp_path, make_tokenizer("byte_level"), chat_template=templates)
     assert Tokenizer.load(directory).chat_template == "plain"
+
+
+async def test_a_long_text_does_not_hold_the_event_loop(tmp_path: pathlib.Path) -> None:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    began = last = time.perf_counter()  # before the thread can take the interpreter's lock
+    encoding = asyncio.create_task(tokenizer.encode("\n" * 400_000))
+    longest = 0.0
+    while not encoding.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert len(await encoding) == 400_000
+    assert longest < (last - began) / 2
