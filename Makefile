@@ -27,7 +27,7 @@ PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if
 .PHONY: generate clean lower-neuron typescript helm check-chart check-images
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-18s%s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-24s%s\n' "$$name" "$$text"; done
 
 venv: ## the virtual environment, .venv
 	@$(SETUP) venv
