@@ -15,7 +15,7 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-from gateway.chat import ChatTemplate
+from gateway.chat import ChatTemplate, template_failed
 from holdback.errors import ConfigError, InvalidArgumentError
 from holdback.parent import end_with_parent
 
@@ -51,7 +51,7 @@ def _answer(template: ChatTemplate, messages: list[dict[str, Any]]) -> dict[str,
     except InvalidArgumentError as error:
         return {"error": error.message}
     except MemoryError:
-        return {"error": "the template needs more memory than it may have"}
+        return {"error": template_failed("it needs more memory than it may have").message}
 
 
 def _read(stream: BinaryIO) -> Any:
