@@ -103,7 +103,7 @@ def load_model(
     started = time.perf_counter()
     torch_dtype = parse_dtype(dtype)
     config = read_config(directory)
-    model_len = choose_max_model_len(config, max_model_len)
+    model_len = _choose_length(directory, config, max_model_len)
     weights = list_weights(directory)
     attention.register()
     with quiet_transformers(show_bars=sys.stderr.isatty()):
@@ -122,6 +122,19 @@ def load_model(
     seconds = round(time.perf_counter() - started, 2)
     log.info("model_loaded", model=info.name, kind=type(module).__name__, dtype=dtype, bytes=num_bytes, seconds=seconds)
     return LoadedModel(module, int(text.num_hidden_layers), info)
+
+
+def _choose_length(directory: pathlib.Path, config: dict[str, Any], wanted: int | None) -> int:
+    """As `choose_max_model_len`; a model that no length would help is refused for that."""
+    try:
+        return choose_max_model_len(config, wanted)
+    except ConfigError:
+        mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        found = mapping[type(_load_config(directory))]
+        kinds = found if isinstance(found, (tuple, list)) else (found,)
+        if not any(getattr(kind, "_supports_attention_backend", False) for kind in kinds):
+            raise refuse(directory, "is a model whose attention cannot be replaced by paged attention") from None
+        raise
 
 
 def load_plain(directory: pathlib.Path, dtype: torch.dtype) -> Any:

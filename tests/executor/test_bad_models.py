@@ -16,7 +16,6 @@ import safetensors.torch
 import torch
 import transformers
 
-from executor_svc.model_directory import list_weights
 from executor_svc.models import load_model
 from holdback.errors import ConfigError
 from tests.executor.tiny_models import save_model
@@ -271,13 +270,6 @@ def test_weights_of_whole_numbers_are_refused(model: pathlib.Path, dtype: torch.
 def test_weights_in_64_bits_are_taken(model: pathlib.Path) -> None:
     rewrite(model, lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].double()}))
     assert load_model(model, "float32").info.vocab_size == 128
-
-
-def test_masks_and_positions_of_old_files_are_no_weights(tmp_path: pathlib.Path) -> None:
-    ones = torch.ones(1, 4, dtype=torch.uint8)
-    names = ["h.0.attn.bias", "gpt_neox.layers.0.attention.bias", "embeddings.position_ids", "experts.down_proj_blocks"]
-    safetensors.torch.save_file({name: ones.clone() for name in names}, tmp_path / "model.safetensors")
-    assert list_weights(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

@@ -12,7 +12,7 @@ from executor_svc.devices.base import StepInputs
 from executor_svc.devices.cpu import CpuDevice
 from executor_svc.runner import NeuronModelRunner
 from holdback.errors import InvalidArgumentError
-from holdback.types import ModelRunnerOutput, SamplingParams
+from holdback.types import ModelRunnerOutput, SamplingParams, SchedulerOutput
 from tests.executor.builders import Steps
 from tests.executor.tiny_models import VOCAB_SIZE, build_device, llama_config, save_model
 
@@ -129,6 +129,30 @@ def test_a_seed_gives_the_same_tokens_in_the_first_row_and_in_the_fourth(runner:
     found += [runner.execute(steps.decode(*names, "r")).sampled_token_ids for _ in range(20)]
     assert [row[-1] for row in found] == alone
     assert [row[2] for row in found[1:]] != alone[1:]
+
+
+def test_the_same_steps_give_the_same_bits_with_one_and_with_two_in_flight(runner: NeuronModelRunner) -> None:
+    drawn, greedy = SamplingParams(temperature=1.5, seed=3, num_logprobs=4), GREEDY
+
+    def steps() -> list[SchedulerOutput]:
+        made = Steps()
+        first = made.new("a", tokens(40, seed=1), slot=0, blocks=range(1, 5), padded=128, sampling=drawn)
+        second = made.new("b", tokens(20, seed=2), slot=1, blocks=range(5, 8), padded=128, sampling=greedy)
+        return [first, second, *(made.decode("a", "b") for _ in range(12))]
+
+    one_by_one = [runner.execute(step) for step in steps()]
+    runner.reset()
+    overlapped, launched = [], None
+    for step in steps():
+        following = runner.launch(step)
+        if launched is not None:
+            overlapped.append(runner.collect(launched))
+        launched = following
+    assert launched is not None
+    overlapped.append(runner.collect(launched))
+    for found, expected in zip(overlapped, one_by_one, strict=True):
+        assert found.sampled_token_ids == expected.sampled_token_ids
+        assert found.logprobs == expected.logprobs  # to the last bit
 
 
 @pytest.mark.case("B37")
