@@ -22,7 +22,8 @@ from holdback.v1 import inference_pb2
 
 T = TypeVar("T")
 
-SEED_BITS = 62  # a drawn seed leaves room for the index of a choice
+SEED_BITS = 52
+"""Of a drawn seed: with the index of a choice it stays below 2**53, as far as JavaScript has exact whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class GenerationRun:
     """One generation with its choices. Close it whatever happens; closing ends what still runs.
 
     Attributes:
-        request_id: unique among those that live on this gateway.
+        request_id: unique among those of its caller that live on this gateway.
         pool: that runs it.
-        owner: who may abort it.
+        scheduler_request_id: its id, or the stem of those of its choices, at the scheduler.
         seed: of choice 0, drawn where the request names none.
         prompt_token_ids: once submitted.
         choices: by index, once submitted.
@@ -68,14 +69,14 @@ class GenerationRun:
         trace: that goes on to the scheduler, once submitted.
     """
 
-    def __init__(self, request_id: str, pool: Pool, checked: Checked, owner: str = "") -> None:
+    def __init__(self, request_id: str, pool: Pool, checked: Checked, scheduler_request_id: str | None = None) -> None:
         self.clock = asyncio.get_running_loop().time
         self.arrived_at = self.clock()
         self.submitted_at: float | None = None
         self.trace = TraceContext()
         self._has_output = False
         self.request_id = request_id
-        self.owner = owner
+        self.scheduler_request_id = request_id if scheduler_request_id is None else scheduler_request_id
         self.pool = pool
         self.seed = checked.sampling.seed if checked.seed_given else secrets.randbits(SEED_BITS)
         self.prompt_token_ids: Sequence[int] = ()
@@ -199,7 +200,7 @@ class GenerationRun:
     def _add_choice(self, index: int, sampling: SamplingParams, model: ModelInfo, call: CallContext) -> None:
         checked = self._checked
         spec = RequestSpec(
-            request_id=self.request_id if checked.n == 1 else f"{self.request_id}/{index}",
+            request_id=self.scheduler_request_id if checked.n == 1 else f"{self.scheduler_request_id}/{index}",
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=checked.output_token_ids,
             sampling=sampling,

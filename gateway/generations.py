@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 
 from structlog.contextvars import bind_contextvars, unbind_contextvars
 
+from gateway.access import Caller
 from gateway.generation import CallContext, GenerationRun
-from gateway.limits import Checked, check_generation
+from gateway.limits import CHOICE_SUFFIX_BYTES, MAX_REQUEST_ID_BYTES, Checked, check_generation
 from gateway.pool import Pool, Pools
 from gateway.run_traces import end_span, start_span
 from holdback.errors import (
     AlreadyExistsError,
     ErrorReason,
     HoldbackError,
+    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
@@ -34,7 +37,7 @@ from holdback.v1 import inference_pb2
 
 
 class Generations:
-    """Living generations by request id.
+    """Living generations by request id, which each caller has for itself.
 
     Attributes:
         pools: that they run on.
@@ -45,7 +48,7 @@ class Generations:
     def __init__(self, pools: Pools, tracer: Tracer | None = None) -> None:
         self.pools = pools
         self._tracer = tracer
-        self._runs: dict[str, GenerationRun] = {}
+        self._runs: dict[tuple[str, str], GenerationRun] = {}  # by the name of a caller and the id it gave
         self.num_errors = Counter[tuple[str, ErrorReason]]()
         self._num_running = Counter[tuple[str, str]]()  # by the name of a caller and what is counted
         self._idle = asyncio.Event()
@@ -103,15 +106,18 @@ class Generations:
         self, pool: Pool, checked: Checked, message: inference_pb2.Generation, call: CallContext
     ) -> AsyncIterator[GenerationRun]:
         request_id = checked.request_id or f"gen-{uuid.uuid4().hex}"
-        if request_id in self._runs:
+        key = (call.caller.name, request_id)
+        if key in self._runs:
             raise AlreadyExistsError(f"request_id is {request_id!r}, which is alive; allowed: another id")
-        counted = self._count(call)
+        counted = self._count(call, checked.n)
         span = None if self._tracer is None else start_span(self._tracer, request_id, pool, call)
         if span is not None:
             call = dataclasses.replace(call, trace=span.context)
         bind_contextvars(request_id=request_id, trace_id=trace_id_of(call.trace))
-        run = GenerationRun(request_id, pool, checked, owner=call.caller.name)
-        self._runs[request_id] = run
+        run = GenerationRun(
+            request_id, pool, checked, scheduler_request_id=_scheduler_request_id(call.caller, request_id)
+        )
+        self._runs[key] = run
         self._idle.clear()
         try:
             model, prompt_token_ids = await run.unless_failed(_prepare(pool, message))
@@ -123,23 +129,45 @@ class Generations:
             if span is not None:
                 end_span(span, run)
             unbind_contextvars("request_id", "trace_id")
-            self._num_running.subtract(counted)
-            del self._runs[request_id]
+            self._num_running -= counted
+            del self._runs[key]
             if not self._runs:
                 self._idle.set()
 
-    def _count(self, call: CallContext) -> list[tuple[str, str]]:
-        """Counts a generation for its caller; what was counted. Raises ResourceExhaustedError beyond a key's limits."""
+    def check_fits_key(self, call: CallContext, num_prompts: int, n: int) -> None:
+        """Raises InvalidArgumentError for a request that its key does not allow even when nothing else runs."""
+        shares = {"max_requests": num_prompts * n, "max_streams": num_prompts if call.is_stream else 0}
+        for limit_name, wanted in shares.items():
+            limit = getattr(call.caller, limit_name)
+            if limit is not None and wanted > limit:
+                field, value = ("n", n) if num_prompts == 1 else ("prompt", f"{num_prompts} prompts")
+                what = "choices in all" if limit_name == "max_requests" else "prompts with stream"
+                raise InvalidArgumentError.of(
+                    field, value, f"at most {limit} {what} ({limit_name} of API key {call.caller.name!r})"
+                )
+
+    def _count(self, call: CallContext, n: int) -> Counter[tuple[str, str]]:
+        """Counts a generation for its caller, each choice as a request; what was counted.
+
+        Raises:
+            InvalidArgumentError: it is more than its key ever allows.
+            ResourceExhaustedError: it is more than its key allows beside what runs.
+        """
+        self.check_fits_key(call, 1, n)
         caller = call.caller
-        limits = {"requests": caller.max_requests} | ({"streams": caller.max_streams} if call.is_stream else {})
-        for what, limit in limits.items():
-            if limit is not None and self._num_running[caller.name, what] >= limit:
+        shares = {"requests": (n, caller.max_requests)}
+        if call.is_stream:
+            shares["streams"] = (1, caller.max_streams)
+        for what, (wanted, limit) in shares.items():
+            running = self._num_running[caller.name, what]
+            if limit is not None and running + wanted > limit:
                 raise ResourceExhaustedError(
-                    f"API key {caller.name!r} has {limit} {what} running; allowed: {limit} at once (max_{what})",
+                    f"API key {caller.name!r} has {running} {what} running and asks for {wanted};"
+                    f" allowed: {limit} at once (max_{what})",
                     reason=ErrorReason.KEY_LIMIT,
                 )
-        counted = [(caller.name, what) for what in limits]
-        self._num_running.update(counted)
+        counted = Counter({(caller.name, what): wanted for what, (wanted, _) in shares.items()})
+        self._num_running += counted
         return counted
 
     def abort(self, request_id: str, owner: str) -> None:
@@ -148,8 +176,8 @@ class Generations:
         Raises:
             NotFoundError: this gateway runs none of that id for this owner.
         """
-        run = self._runs.get(request_id)
-        if run is None or run.owner != owner:
+        run = self._runs.get((owner, request_id))
+        if run is None:
             raise NotFoundError(
                 f"request_id is {request_id[:100]!r}; allowed: the id of a request of yours that this gateway runs",
                 reason=ErrorReason.REQUEST_NOT_FOUND,
@@ -161,3 +189,13 @@ async def _prepare(pool: Pool, message: inference_pb2.Generation) -> tuple[Model
     """The pool's model and the prompt's tokens. What is wrong with the input is said without waiting for a model."""
     prompt_token_ids = await pool.tokenize(message)
     return await pool.wait_for_model(), prompt_token_ids
+
+
+def _scheduler_request_id(caller: Caller, request_id: str) -> str:
+    """The id at the scheduler, where the requests of all callers are: no key meets the ids of another."""
+    if not caller.name:
+        return request_id
+    scope = hashlib.sha256(caller.name.encode()).hexdigest()[:12]
+    if len(scope) + 1 + len(request_id.encode()) + CHOICE_SUFFIX_BYTES > MAX_REQUEST_ID_BYTES:
+        request_id = hashlib.sha256(request_id.encode()).hexdigest()
+    return f"{scope}-{request_id}"

@@ -107,6 +107,7 @@ class Answer(Response):
         """Starts the generations of all prompts, or raises before it has started any with a wrong field."""
         self._messages = self._request.generations()
         named = list(zip(self._request.input_names, self._messages, strict=True))
+        self._generations.check_fits_key(self._call, len(named), self._request.n or 1)
         for name, message in named if len(named) > 1 else ():
             with self._client_errors(name):
                 check_generation(message)

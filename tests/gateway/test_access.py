@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc.aio
+import httpx
 import pytest
 import yaml
 
@@ -17,14 +18,16 @@ from gateway.cli import key
 from gateway.server import GatewayServer
 from holdback import rpc
 from holdback.errors import (
+    AlreadyExistsError,
     ConfigError,
     ErrorReason,
+    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
     UnauthenticatedError,
 )
 from holdback.v1 import inference_pb2, inference_pb2_grpc
-from tests.gateway.conftest import wait_until_ready
+from tests.gateway.conftest import http_url, wait_until_ready
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 
 EOS = 2  # of the scripted model
@@ -164,14 +167,14 @@ class Caller:
     async def models(self) -> int:
         return len((await self._done(self.stub.ListModels(inference_pb2.ListModelsRequest(), **self._options))).models)
 
-    async def generate(self) -> str:
-        message = inference_pb2.Generation(text="x")
+    async def generate(self, **fields: Any) -> str:
+        message = inference_pb2.Generation(text="x", **fields)
         request = inference_pb2.GenerateRequest(generation=message)
         return str((await self._done(self.stub.Generate(request, **self._options))).choices[0].text)
 
-    async def start_stream(self, request_id: str = "") -> Any:
+    async def start_stream(self, **fields: Any) -> Any:
         """What is left of a stream of which the first message has come."""
-        message = inference_pb2.Generation(text="x", request_id=request_id)
+        message = inference_pb2.Generation(text="x", **fields)
         request = inference_pb2.GenerateStreamRequest(generation=message)
         stream = self.stub.GenerateStream(request, **self._options)
         events = aiter(stream)
@@ -238,10 +241,59 @@ async def test_a_key_has_as_much_running_as_it_may_and_takes_nothing_from_others
 
 async def test_a_key_aborts_its_own_requests_only(guarded: GatewayServer, scheduler: ScriptedScheduler) -> None:
     async with Caller(guarded, "one") as one, Caller(guarded, "two") as two:
-        stream = await one.start_stream("mine")
+        stream = await one.start_stream(request_id="mine")
         with pytest.raises(NotFoundError) as caught:
             await two.abort("mine")
         assert caught.value.reason is ErrorReason.REQUEST_NOT_FOUND
         assert scheduler.aborts.empty()
         await one.abort("mine")
         assert [event.WhichOneof("event") async for event in stream] == ["end", "finished"]
+
+
+@pytest.mark.parametrize("request_id", ["same", "i" * 252])
+async def test_keys_share_no_request_ids(guarded: GatewayServer, scheduler: ScriptedScheduler, request_id: str) -> None:
+    async with Caller(guarded, "one") as one, Caller(guarded, "two") as two:
+        first = await one.start_stream(request_id=request_id)
+        second = await two.start_stream(request_id=request_id, n=2)
+        ids = [(await scheduler.next_add()).spec.request_id for _ in range(3)]
+        assert len(set(ids)) == 3
+        assert max(map(len, ids)) <= 256
+        with pytest.raises(AlreadyExistsError, match="alive"):
+            await two.generate(request_id=request_id)
+        await one.abort(request_id)
+        assert [event.WhichOneof("event") async for event in first] == ["end", "finished"]
+        await two.abort(request_id)
+        assert [event.WhichOneof("event") async for event in second][-1] == "finished"
+
+
+async def test_each_choice_counts_and_more_than_a_key_ever_allows_is_no_matter_of_waiting(
+    guarded: GatewayServer, scheduler: ScriptedScheduler
+) -> None:
+    async with Caller(guarded, "one") as one:
+        with pytest.raises(InvalidArgumentError, match=r"n is 3; allowed: at most 2 choices in all \(max_requests"):
+            await one.generate(n=3)
+        assert scheduler.adds.empty()
+        stream = await one.start_stream()
+        with pytest.raises(ResourceExhaustedError, match="has 1 requests running and asks for 2; allowed: 2"):
+            await one.generate(n=2)
+        await scheduler.next_add()
+        scheduler.answer = [EOS]
+        await one.generate()
+        assert stream
+
+
+async def test_a_list_of_prompts_that_a_key_never_allows_is_a_400(
+    make_gateway: Make, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    path = write(tmp_path / "keys", entry("one", "a", max_requests=3, max_streams=1))
+    gateway = await make_gateway(scheduler=scheduler.target, api_keys=path, http_port=0)
+    await wait_until_ready(gateway)
+    scheduler.answer = [EOS]
+    headers = {"Authorization": "Bearer one"}
+    async with httpx.AsyncClient(base_url=http_url(gateway), headers=headers, trust_env=False) as http:
+        for wrong in ({"prompt": ["x"] * 4}, {"prompt": ["x"] * 2, "n": 2}, {"prompt": ["x"] * 2, "stream": True}):
+            response = await http.post("/v1/completions", json=wrong)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+            assert "retry-after" not in response.headers
+        assert scheduler.adds.empty()
+        assert (await http.post("/v1/completions", json={"prompt": ["x"] * 3})).status_code == 200

@@ -16,6 +16,8 @@ import structlog
 from openai import AsyncOpenAI
 
 from gateway import server as server_module
+from gateway.generation import SEED_BITS, seed_of_choice
+from gateway.limits import MAX_N
 from gateway.openai.shapes import ErrorAnswer
 from gateway.server import GatewayServer
 from holdback.errors import ErrorReason, InternalError, UnavailableError
@@ -225,6 +227,11 @@ async def test_a_gateway_that_drains_lets_streams_end_and_refuses_what_is_new(
     response = await asked
     assert response.text.endswith("data: [DONE]\n\n")
     await draining
+
+
+def test_drawn_seeds_come_through_javascript_unchanged() -> None:
+    largest = seed_of_choice(2**SEED_BITS - 1, MAX_N - 1)
+    assert largest <= 2**53 - 1  # Number.MAX_SAFE_INTEGER
 
 
 @pytest.mark.case("B62")
