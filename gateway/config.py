@@ -61,6 +61,9 @@ class GatewayConfig(ServiceConfig):
     scheduler_loss_timeout_s: float = pydantic.Field(
         60.0, gt=0, le=86400, description="how long requests wait for a scheduler that cannot be reached"
     )
+    scheduler_silence_timeout_s: float = pydantic.Field(
+        10.0, gt=0, le=3600, description="silence after which a scheduler counts as one that cannot be reached"
+    )
     api_keys: pathlib.Path | None = pydantic.Field(
         None, description="YAML file with the API keys that may call, re-read when it changes; null: everybody may"
     )

@@ -1,9 +1,9 @@
 """The gateway's one stream to the scheduler of a pool.
 
 All requests share it: each has a handle on the stream, and each step's new tokens come in one message. When the stream
-breaks, requests and their clients' streams stay. On the next stream every open request is submitted again, with its
-outputs so far, the time it has waited and a higher generation, those that had started first. Only when there has been
-no scheduler for `loss_timeout_s` do they end, with UNAVAILABLE.
+breaks, or is silent for `silence_timeout_s`, requests and their clients' streams stay. On the next stream every open
+request is submitted again, with its outputs so far, the time it has waited and a higher generation, those that had
+started first. Only when there has been no scheduler for `loss_timeout_s` do they end, with UNAVAILABLE.
 
 Tokens count by output index: what is known already is dropped, a gap breaks the stream and so heals it.
 """
@@ -23,7 +23,7 @@ import structlog
 from gateway.counts import RequestTimes
 from gateway.load import LoadReader
 from gateway.pool_status import PoolStatus
-from gateway.scheduler_messages import check_accepted, decode_ended
+from gateway.scheduler_messages import Stream, check_accepted, decode_ended, longest_silence_s, read_response
 from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
 from holdback import codec, rpc
 from holdback.errors import (
@@ -35,7 +35,7 @@ from holdback.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from holdback.tls import NO_TLS, Tls
+from holdback.tls import NO_TLS, Stamp, Tls
 from holdback.types import PROTOCOL_VERSION, FinishReason, ModelInfo, RequestSpec, TokenLogprobs
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
@@ -43,8 +43,6 @@ log = structlog.get_logger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-
-Stream = grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]
 
 
 class EngineClient:
@@ -57,13 +55,23 @@ class EngineClient:
         num_resubmitted: requests that were submitted again on another stream.
     """
 
-    def __init__(self, target: str, *, session: str, gateway_id: str, loss_timeout_s: float, tls: Tls = NO_TLS) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        session: str,
+        gateway_id: str,
+        loss_timeout_s: float,
+        silence_timeout_s: float,
+        tls: Tls = NO_TLS,
+    ) -> None:
         """
         Args:
             target: address of the scheduler.
             session: random name of this gateway process, 16 to 64 bytes.
             gateway_id: name for people, at most 128 bytes.
             loss_timeout_s: how long requests wait for a scheduler that cannot be reached.
+            silence_timeout_s: after which a stream on which nothing comes, not even a heartbeat, is lost.
             tls: how it is called; files that have changed count from the next stream on.
 
         Raises:
@@ -73,6 +81,7 @@ class EngineClient:
         self.status = PoolStatus()
         self.num_resubmitted = 0
         self._tls = tls
+        self._tls_stamp: Stamp | None = None
         self._open_channel()
         self._hello = scheduler_pb2.GatewayHello(
             protocol_version=types_pb2.ProtocolVersion(major=PROTOCOL_VERSION[0], minor=PROTOCOL_VERSION[1]),
@@ -80,6 +89,7 @@ class EngineClient:
             gateway_id=gateway_id,
         )
         self._loss_timeout_s = loss_timeout_s
+        self._silence_timeout_s = silence_timeout_s
         self._log = log.bind(scheduler=target)
         self._open: dict[str, Submission] = {}
         self._by_handle: dict[int, Submission] = {}
@@ -173,6 +183,9 @@ class EngineClient:
                 await self._serve(self._stub.Connect(wait_for_ready=self._tls.ca is None))
             except grpc.aio.AioRpcError as failure:
                 self._log.warning("scheduler_stream_ended", code=failure.code().name, details=failure.details())
+            except UnavailableError as error:
+                self._log.warning("scheduler_silent", why=error.message)
+                self._tls_stamp = None  # its connection may lead nowhere, so the next stream gets another
             except (HoldbackError, OutOfOrderError) as error:
                 self._log.error("scheduler_stream_refused", error=str(error))
             except Exception:  # a fault of ours must not end the connection for good
@@ -190,7 +203,7 @@ class EngineClient:
         self.load = LoadReader(self._stub, self.target, asyncio.get_running_loop().time)
 
     async def _renew_channel(self) -> None:
-        """Takes up certificates that have changed."""
+        """A connection of its own for the next stream, if the last was silent or certificates have changed."""
         if self._tls.stamp() == self._tls_stamp:
             return
         old = self._channel
@@ -206,9 +219,10 @@ class EngineClient:
         writer: asyncio.Task[None] | None = None
         try:
             await call.write(scheduler_pb2.ConnectRequest(hello=self._hello))
-            check_accepted(await _read(call))
+            accepted = check_accepted(await read_response(call, self._silence_timeout_s))
+            silence_s = longest_silence_s(accepted, self._silence_timeout_s)
             writer = asyncio.create_task(self._write(call), name=f"write to scheduler {self.target}")
-            while (response := await _read(call)) is not None:
+            while (response := await read_response(call, silence_s)) is not None:
                 self._on_response(response)
         finally:
             if writer is not None:
@@ -383,9 +397,3 @@ class EngineClient:
     def _notify(self) -> None:
         self._next_change.set()
         self._next_change = asyncio.Event()
-
-
-async def _read(call: Stream) -> scheduler_pb2.ConnectResponse | None:
-    """The next message; None at the end of the stream. Raises AioRpcError when it ended with another status than OK."""
-    response = await call.read()
-    return response if isinstance(response, scheduler_pb2.ConnectResponse) else None

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import grpc.aio
+
 from gateway.submission import Ended
 from holdback import codec, rpc
-from holdback.errors import ErrorReason, FailedPreconditionError, InternalError, InvalidArgumentError
+from holdback.errors import (
+    ErrorReason,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from holdback.types import PROTOCOL_VERSION, FinishReason
 from holdback.v1 import scheduler_pb2
 
+MIN_SILENT_HEARTBEATS = 3
+"""Heartbeats that a scheduler misses before its silence counts, whatever the gateway's timeout."""
 
-def check_accepted(response: scheduler_pb2.ConnectResponse | None) -> None:
+Stream = grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]
+
+
+async def read_response(call: Stream, silence_timeout_s: float | None) -> scheduler_pb2.ConnectResponse | None:
+    """The next message; None at the end of the stream.
+
+    Raises:
+        AioRpcError: the stream ended with another status than OK.
+        UnavailableError: nothing came in `silence_timeout_s` (PEER_SILENT).
+    """
+    try:
+        async with asyncio.timeout(silence_timeout_s):
+            response = await call.read()
+    except TimeoutError:
+        raise UnavailableError(
+            f"the scheduler was silent for {silence_timeout_s:g} s", reason=ErrorReason.PEER_SILENT
+        ) from None
+    return response if isinstance(response, scheduler_pb2.ConnectResponse) else None
+
+
+def longest_silence_s(accepted: scheduler_pb2.GatewayAccepted, silence_timeout_s: float) -> float | None:
+    """Of a scheduler that works; None where it sends no heartbeats."""
+    if accepted.heartbeat_interval_ms == 0:
+        return None
+    return max(silence_timeout_s, MIN_SILENT_HEARTBEATS * accepted.heartbeat_interval_ms / 1000)
+
+
+def check_accepted(response: scheduler_pb2.ConnectResponse | None) -> scheduler_pb2.GatewayAccepted:
     """The first message of a stream. Raises InvalidArgumentError or FailedPreconditionError."""
     kind = None if response is None else response.WhichOneof("response")
     if response is None or kind != "accepted":
@@ -20,6 +59,7 @@ def check_accepted(response: scheduler_pb2.ConnectResponse | None) -> None:
             f"the scheduler speaks protocol {major}; allowed: {PROTOCOL_VERSION[0]}, that of this gateway",
             reason=ErrorReason.PROTOCOL_MISMATCH,
         )
+    return response.accepted
 
 
 def decode_ended(message: scheduler_pb2.RequestEnded) -> Ended:

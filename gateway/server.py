@@ -164,6 +164,7 @@ class GatewayServer:
             session=session,
             gateway_id=self._config.gateway_id,
             loss_timeout_s=self._config.scheduler_loss_timeout_s,
+            silence_timeout_s=self._config.scheduler_silence_timeout_s,
             tls=self._config.tls,
         )
         template = self.templates.add(TemplateSource(tokenizer.chat_template, tokenizer.special_tokens))

@@ -2,12 +2,14 @@
 
 Each stream has a reader, which hands everything to the dispatcher at once, and a writer, which sends what the outbox
 holds. Neither waits for the other, and the dispatcher waits for neither: a gateway that does not read delays only
-itself, until its stream is closed. Whatever ends a stream, its requests end at once.
+itself, until its stream is closed. Whatever ends a stream, its requests end at once. A writer with nothing to say sends
+heartbeats, by which a gateway tells a scheduler that hangs from one that has nothing to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import grpc.aio
 import structlog
@@ -105,8 +107,7 @@ class _Stream:
         """Returns when the gateway closes its side; raises HoldbackError for any other end."""
         forget = self._pool.on_change(self._tell_pool)
         try:
-            accepted = scheduler_pb2.GatewayAccepted(protocol_version=protocol_version())
-            await write(self._context, scheduler_pb2.ConnectResponse(accepted=accepted))
+            await write(self._context, scheduler_pb2.ConnectResponse(accepted=self._accepted()))
             self._tell_pool()
             log.info("gateway_connected", gateway=self._session.name)
             await race(self._wait_for_end(), self._read_requests(), self._write_updates())
@@ -162,19 +163,37 @@ class _Stream:
             return
         self._dispatcher.submit(self._session, add.handle, spec, resubmission)
 
+    def _accepted(self) -> scheduler_pb2.GatewayAccepted:
+        interval_ms = max(1, round(self._config.heartbeat_interval_s * 1000))
+        return scheduler_pb2.GatewayAccepted(protocol_version=protocol_version(), heartbeat_interval_ms=interval_ms)
+
     async def _write_updates(self) -> None:
-        outbox, timeout_s = self._session.outbox, self._config.gateway_stall_timeout_s
-        while True:
-            await outbox.wait()
-            while (response := outbox.take()) is not None:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await write(self._context, response)
-                except TimeoutError:
-                    raise UnavailableError(
-                        f"the gateway left its stream unread for gateway_stall_timeout_s, {timeout_s:g} s",
-                        reason=ErrorReason.PEER_STALLED,
-                    ) from None
+        outbox = self._session.outbox
+        for number in itertools.count():
+            while await self._has_something_within(self._config.heartbeat_interval_s):
+                while (response := outbox.take()) is not None:
+                    await self._write(response)
+            heartbeat = scheduler_pb2.Heartbeat(number=number)
+            await self._write(scheduler_pb2.ConnectResponse(heartbeat=heartbeat))
+
+    async def _has_something_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._session.outbox.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _write(self, response: scheduler_pb2.ConnectResponse) -> None:
+        timeout_s = self._config.gateway_stall_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await write(self._context, response)
+        except TimeoutError:
+            raise UnavailableError(
+                f"the gateway left its stream unread for gateway_stall_timeout_s, {timeout_s:g} s",
+                reason=ErrorReason.PEER_STALLED,
+            ) from None
 
 
 def _decode_resubmission(add: scheduler_pb2.AddRequest) -> Resubmission | None:

@@ -412,6 +412,7 @@ class ConnectResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___GatewayAccepted:
         """The stream is open."""
@@ -424,18 +425,23 @@ class ConnectResponse(_message.Message):
     def updates(self) -> Global___RequestUpdates:
         """New tokens and ends, of all this gateway's requests that a step served."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Sent when nothing else was for the heartbeat interval."""
+
     def __init__(
         self,
         *,
         accepted: Global___GatewayAccepted | None = ...,
         pool: Global___PoolStatus | None = ...,
         updates: Global___RequestUpdates | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "pool", b"pool", "response", b"response", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heartbeat", b"heartbeat", "pool", b"pool", "response", b"response", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "pool", b"pool", "response", b"response", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heartbeat", b"heartbeat", "pool", b"pool", "response", b"response", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["accepted", "pool", "updates"]  # noqa: Y015
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["accepted", "pool", "updates", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
 
@@ -480,6 +486,9 @@ class GatewayAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    heartbeat_interval_ms: _builtins.int
+    """The scheduler is never silent for longer than about this, milliseconds in [0, 60000]; 0: it may be."""
     @_builtins.property
     def protocol_version(self) -> _types_pb2.ProtocolVersion:
         """Of the scheduler."""
@@ -488,10 +497,11 @@ class GatewayAccepted(_message.Message):
         self,
         *,
         protocol_version: _types_pb2.ProtocolVersion | None = ...,
+        heartbeat_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

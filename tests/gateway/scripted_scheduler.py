@@ -27,6 +27,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         hellos: of all streams so far.
         load: what it answers when it is asked for its load, while `may_answer_load` is set.
         num_load_questions: how often it was asked.
+        heartbeat_interval_s: after which it sends heartbeats on a stream; 0 sends none.
         connected: set while a gateway's stream is open and was told the pool's status.
     """
 
@@ -45,6 +46,11 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.aborts: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.hellos: list[scheduler_pb2.GatewayHello] = []
         self.connected = asyncio.Event()
+        self.heartbeat_interval_s = 0.0
+        self._num_heartbeats = 0
+        self._heartbeat_sent = asyncio.Event()
+        self._is_thawed = asyncio.Event()
+        self._is_thawed.set()
         self._outbox: asyncio.Queue[scheduler_pb2.ConnectResponse | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
 
@@ -65,21 +71,26 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._server = None
 
     async def Connect(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        await self._is_thawed.wait()
         hello = await context.read()
         self.hellos.append(hello.hello)
         version = types_pb2.ProtocolVersion(major=self.protocol_major)
-        accepted = scheduler_pb2.GatewayAccepted(protocol_version=version)
+        accepted = scheduler_pb2.GatewayAccepted(
+            protocol_version=version, heartbeat_interval_ms=round(self.heartbeat_interval_s * 1000)
+        )
         await context.write(scheduler_pb2.ConnectResponse(accepted=accepted))
         await context.write(scheduler_pb2.ConnectResponse(pool=self._status()))
         self._outbox = asyncio.Queue()
         self.connected.set()
-        reader = asyncio.create_task(self._read(context))
+        tasks = [asyncio.create_task(self._read(context)), asyncio.create_task(self._beat(context))]
         try:
             while (response := await self._outbox.get()) is not None:
+                await self._is_thawed.wait()
                 await context.write(response)
         finally:
             self.connected.clear()
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def Register(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         raise NotImplementedError
@@ -106,6 +117,21 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         status = self._status()
         status.ready = status.ready and ready
         self._outbox.put_nowait(scheduler_pb2.ConnectResponse(pool=status))
+
+    def freeze(self) -> None:
+        """Does nothing more, as a process that is stopped; its connections stay."""
+        self._is_thawed.clear()
+
+    def thaw(self) -> None:
+        self._is_thawed.set()
+
+    async def until_heartbeats(self, count: int) -> None:
+        """Waits for `count` more."""
+        async with asyncio.timeout(10):
+            goal = self._num_heartbeats + count
+            while self._num_heartbeats < goal:
+                self._heartbeat_sent.clear()
+                await self._heartbeat_sent.wait()
 
     def break_stream(self) -> None:
         """Ends the stream in an orderly way; the server stays."""
@@ -150,6 +176,14 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """One message of updates."""
         updates = scheduler_pb2.RequestUpdates(**fields)
         self._outbox.put_nowait(scheduler_pb2.ConnectResponse(updates=updates))
+
+    async def _beat(self, context: Any) -> None:
+        while self.heartbeat_interval_s:
+            await asyncio.sleep(self.heartbeat_interval_s)
+            await self._is_thawed.wait()
+            self._num_heartbeats += 1
+            await context.write(scheduler_pb2.ConnectResponse(heartbeat=scheduler_pb2.Heartbeat()))
+            self._heartbeat_sent.set()
 
     async def _read(self, context: Any) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:

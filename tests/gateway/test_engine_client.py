@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.engine_client import EngineClient
+from gateway.scheduler_messages import longest_silence_s
 from gateway.submission import Submission, Update
 from holdback.errors import (
     AlreadyExistsError,
@@ -20,6 +21,7 @@ from holdback.errors import (
     UnavailableError,
 )
 from holdback.types import FinishReason, RequestSpec, SamplingParams
+from holdback.v1 import scheduler_pb2
 from tests.gateway.scripted_scheduler import MODEL, ScriptedScheduler
 
 pytestmark = pytest.mark.loopback
@@ -34,8 +36,14 @@ async def engine(scheduler: ScriptedScheduler) -> AsyncIterator[EngineClient]:
     await engine.close()
 
 
-def make_engine(target: str, loss_timeout_s: float = 20) -> EngineClient:
-    return EngineClient(target, session="s" * 16, gateway_id="test", loss_timeout_s=loss_timeout_s)
+def make_engine(target: str, loss_timeout_s: float = 20, silence_timeout_s: float = 20) -> EngineClient:
+    return EngineClient(
+        target,
+        session="s" * 16,
+        gateway_id="test",
+        loss_timeout_s=loss_timeout_s,
+        silence_timeout_s=silence_timeout_s,
+    )
 
 
 async def wait_ready(engine: EngineClient) -> None:
@@ -246,6 +254,64 @@ async def test_a_short_loss_is_not_unready(engine: EngineClient, scheduler: Scri
     await scheduler.stop()
     await asyncio.wait_for(next_change.wait(), 10)
     assert engine.is_ready
+
+
+@pytest.mark.case("B59")
+async def test_a_scheduler_that_freezes_is_lost_though_its_connection_stays(scheduler: ScriptedScheduler) -> None:
+    scheduler.heartbeat_interval_s = 0.05
+    engine = make_engine(scheduler.target, loss_timeout_s=0.2, silence_timeout_s=0.1)
+    engine.start()
+    await wait_ready(engine)
+    submission = engine.submit(spec(), MODEL)
+    await scheduler.next_add()
+    scheduler.freeze()
+    error = await error_of(submission)
+    assert error.reason is ErrorReason.NO_SCHEDULER
+    assert not engine.is_ready
+    scheduler.thaw()
+    await wait_ready(engine)
+    engine.submit(spec("again"), MODEL)
+    assert (await scheduler.next_add()).spec.request_id == "again"
+    await engine.close()
+
+
+async def test_a_short_freeze_costs_no_token(scheduler: ScriptedScheduler) -> None:
+    scheduler.heartbeat_interval_s = 0.05
+    engine = make_engine(scheduler.target, silence_timeout_s=0.5)
+    engine.start()
+    await wait_ready(engine)
+    submission = engine.submit(spec(), MODEL)
+    first = await scheduler.next_add()
+    scheduler.tokens(first.handle, 0, [10, 11])
+    assert await tokens_until(submission, 2) == [10, 11]
+    next_change = engine.next_change
+    scheduler.freeze()
+    await asyncio.wait_for(next_change.wait(), 10)
+    scheduler.thaw()
+    again = await scheduler.next_add()
+    assert list(again.spec.output_token_ids) == [10, 11]
+    assert again.spec.generation == 1
+    await engine.close()
+
+
+async def test_heartbeats_keep_a_stream_on_which_nothing_else_comes(scheduler: ScriptedScheduler) -> None:
+    scheduler.heartbeat_interval_s = 0.05
+    engine = make_engine(scheduler.target, silence_timeout_s=1)
+    engine.start()
+    await wait_ready(engine)
+    await scheduler.until_heartbeats(30)
+    assert engine.is_connected
+    assert len(scheduler.hellos) == 1
+    await engine.close()
+
+
+def test_a_scheduler_of_an_older_version_may_be_silent() -> None:
+    accepted = scheduler_pb2.GatewayAccepted()
+    assert longest_silence_s(accepted, 10) is None
+    accepted.heartbeat_interval_ms = 60_000
+    assert longest_silence_s(accepted, 10) == 180
+    accepted.heartbeat_interval_ms = 1_000
+    assert longest_silence_s(accepted, 10) == 10
 
 
 async def test_a_scheduler_that_was_never_there_is_a_loss_after_the_timeout() -> None:

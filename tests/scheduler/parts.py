@@ -233,6 +233,8 @@ class Answers:
         if response.HasField("pool"):
             self.pools.append(response.pool)
             return
+        if response.HasField("heartbeat"):
+            return
         updates = response.updates
         self.updates.append(updates)
         for started in updates.started:

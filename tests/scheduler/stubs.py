@@ -183,6 +183,7 @@ class StubGateway:
     """A gateway's stream. What it is told is in `answers`.
 
     Attributes:
+        accepted: how it was greeted.
         ended: how the stream ended, once it has; None after a plain end.
     """
 
@@ -202,7 +203,8 @@ class StubGateway:
         hello = scheduler_pb2.GatewayHello(protocol_version=VERSION, session=self._session, gateway_id="stub")
         await self.call.write(scheduler_pb2.ConnectRequest(hello=hello))
         response: Any = await self.call.read()
-        assert response.accepted.protocol_version.major == PROTOCOL_VERSION[0]
+        self.accepted: scheduler_pb2.GatewayAccepted = response.accepted
+        assert self.accepted.protocol_version.major == PROTOCOL_VERSION[0]
         if self._reads:
             self.read()
         return self

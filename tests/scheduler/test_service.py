@@ -50,6 +50,22 @@ async def test_a_request_goes_through_scheduler_and_executor(serve: Serve) -> No
     assert answers[7].started[0].executor_id == "executor-0"
 
 
+@pytest.mark.case("B59")
+async def test_a_gateway_that_is_told_nothing_is_sent_heartbeats(serve: Serve) -> None:
+    server = await serve(**QUICK)
+    async with StubGateway(server.port, reads=False) as gateway:
+        kinds, numbers = [], []
+        async with asyncio.timeout(WAIT_S):
+            while len(numbers) < 3:
+                response: Any = await gateway.call.read()
+                kinds.append(response.WhichOneof("response"))
+                if kinds[-1] == "heartbeat":
+                    numbers.append(response.heartbeat.number)
+    assert kinds[0] == "pool"
+    assert numbers == [0, 1, 2]
+    assert gateway.accepted.heartbeat_interval_ms == 50
+
+
 @pytest.mark.case("B09")
 async def test_two_executors_share_what_comes_and_lose_nothing(serve: Serve) -> None:
     server = await serve()

@@ -117,6 +117,31 @@ async def test_a_call_may_be_silent_for_many_keepalive_intervals(monkeypatch):
         await server.stop(None)
 
 
+@pytest.mark.loopback
+async def test_a_call_to_a_peer_that_froze_ends_with_the_keepalive_timeout(monkeypatch):
+    # The real times, 30 times faster: a ping after a second, and a third of a second for its answer.
+    times = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
+    options = [(key, value // 30 if key in times else value) for key, value in rpc._CHANNEL_OPTIONS]
+    monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", options)
+    frozen = await asyncio.start_server(greet_and_freeze, "127.0.0.1", 0)
+    port = frozen.sockets[0].getsockname()[1]
+    try:
+        async with rpc.create_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await channel.unary_unary("/test/Call", bytes, bytes)(b"")
+        assert failure.value.details() == "Stream removed (ping timeout)"
+    finally:
+        frozen.close()
+
+
+async def greet_and_freeze(reader, writer):
+    """An empty SETTINGS frame of HTTP/2, its acknowledgement, then nothing; the kernel takes in what comes."""
+    writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 4, 1, 0, 0, 0, 0]))
+    while await reader.read(65_536):
+        pass
+    writer.close()
+
+
 class Gathering(grpc.GenericRpcHandler):
     """Answers every call once `number` of them are there."""
 
