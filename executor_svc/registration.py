@@ -128,6 +128,8 @@ class Registration:
             lease.end(error)
             await self._set_ready(False)
             if lease.execution is not None:
+                # Accepted alone is not enough: a scheduler that cannot dial back would be asked for ever in a hurry.
+                self._backoff.reset()
                 await self._void()
         return error
 
@@ -136,7 +138,6 @@ class Registration:
         info = encode_executor_info(self._make_info(lease.text))
         await self._send(scheduler_pb2.RegisterRequest(executor=info))
         accepted = _checked(await _read(call, ANSWER_TIMEOUT_S))
-        self._backoff.reset()
         log.info("registered", scheduler=self._target, lease_timeout_ms=accepted.lease_timeout_ms)
         await self._set_ready(not self._drains)
         try:
