@@ -33,7 +33,7 @@ from holdback.errors import ConfigError, UnauthenticatedError
 log = structlog.get_logger(__name__)
 
 MAX_KEYS = 10_000
-SCHEME = "Bearer "
+SCHEME = "bearer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,10 @@ class KeyAccess:
 
     def authenticate(self, authorization: str | None) -> Caller:
         self._read_again_if_changed()
-        if authorization is None or not authorization.startswith(SCHEME):
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != SCHEME:
             raise UnauthenticatedError("the header `authorization` is missing; allowed: `Bearer` and an API key")
-        digest = hashlib.sha256(authorization[len(SCHEME) :].strip().encode()).digest()
+        digest = hashlib.sha256(key.strip().encode()).digest()
         # The search is of digests, and nobody can choose what a digest begins with: how long it takes tells nothing
         # that leads to a key. Whether the one found is the right one is then asked in constant time.
         known, caller = self._callers.get(digest, _NOBODY)

@@ -60,6 +60,13 @@ def test_a_known_key_is_its_caller(tmp_path: pathlib.Path) -> None:
     assert access.authenticate("Bearer two").name == "b"
 
 
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "bEaReR"])
+def test_the_scheme_may_be_written_in_any_case_and_the_key_may_not(tmp_path: pathlib.Path, scheme: str) -> None:
+    access = KeyAccess(write(tmp_path / "keys", entry("one", "a")))
+    assert access.authenticate(f"{scheme} one").name == "a"
+    assert refuses(access, f"{scheme} ONE")
+
+
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "one", "Basic one", "Bearer three", "Bearer on"])
 def test_any_other_header_is_refused_without_showing_it(tmp_path: pathlib.Path, header: str | None) -> None:
     access = KeyAccess(write(tmp_path / "keys", entry("one", "a")))
