@@ -17,6 +17,7 @@ from holdback.v1 import inference_pb2_grpc
 
 MAX_API_KEY_BYTES = 4096
 _DNS = re.compile(r"dns:(//[^/]*/)?")
+_HOST = re.compile(r"[^\s:/\[\]@]+|\[[0-9A-Fa-f:.]+(%[^\s\[\]]+)?\]")  # only an IPv6 address has colons, in brackets
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -60,7 +61,7 @@ class Endpoints:
 
 def check_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses of a client, each `host:port` or `dns:///name:port`. Raises InvalidArgumentError."""
-    addresses = (address,) if isinstance(address, str) else tuple(address)
+    addresses = tuple(address) if isinstance(address, Sequence) and not isinstance(address, str) else (address,)
     if not addresses:
         raise InvalidArgumentError.of("address", "[]", "at least one address")
     for one in addresses:
@@ -69,16 +70,23 @@ def check_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_address(address: str) -> None:
-    """gRPC itself would take port 65537 for port 1. Raises InvalidArgumentError."""
-    host, port = split_address(address)
-    if not host or not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65535:
-        raise InvalidArgumentError.of("address", address, "host:port or dns:///name:port, with a port in [1, 65535]")
+    """gRPC itself would take port 65537 for port 1, and `http:` for a name of the DNS.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
+    if isinstance(address, str):
+        host, port = split_address(address)
+        if _HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535:
+            return
+    limit = "host:port, [IPv6 address]:port or dns:///name:port, without http://, with a port in [1, 65535]"
+    raise InvalidArgumentError.of("address", address, limit)
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Host and port, without what stands before the name in an address of the DNS."""
+    """Host and port, without what stands before the name in an address of the DNS. IPv6 keeps its brackets."""
     host, _, port = _DNS.sub("", address, count=1).rpartition(":")
-    return host.strip("[]"), port
+    return host, port
 
 
 def is_loopback(address: str) -> bool:
@@ -87,7 +95,7 @@ def is_loopback(address: str) -> bool:
     if _DNS.match(address) is not None:
         return False  # whatever the name resolves to
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdback import AsyncClient, Choice, Generation, Model, Piece, rpc
+from holdback import AsyncClient, Choice, Client, Generation, Model, Piece, rpc
 from holdback.errors import (
     DeadlineExceededError,
     ErrorReason,
@@ -213,10 +213,38 @@ async def test_a_prompt_that_cannot_be_sent_is_named(client: AsyncClient, prompt
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:99999", "127.0.0.1:0", ":80"])
-async def test_an_address_without_a_usable_port_is_refused(address: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"address is .*\[1, 65535\]"):
-        AsyncClient(address)
+NO_ADDRESSES = [
+    *("", "localhost", "127.0.0.1:99999", "127.0.0.1:0", ":80", "127.0.0.1:" + "9" * 5000),
+    *("http://127.0.0.1:8000", "https://gateway:443", "gateway:80/v1:80", "user@gateway:80", "two names:80"),
+    *("::1:50051", "[::1:50051", "[::1]]:50051", "[gateway]:80", "dns:///:80", "dns:///::1:80", "ipv4:127.0.0.1:80"),
+    *(5, None, b"127.0.0.1:80", ["127.0.0.1:80", 5], {"127.0.0.1:80"}),
+]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
+@pytest.mark.parametrize("client", [AsyncClient, Client])
+async def test_what_is_no_address_is_refused_at_once(client: type[AsyncClient | Client], address: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"address is .*\[1, 65535\]") as caught:
+        client(address)
+    assert caught.value.field == "address"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "gateway:80",
+            "127.0.0.1:80",
+            "[::1]:80",
+            "[fe80::1%eth0]:80",
+            "dns:///gateway.pool.svc:80",
+            "dns:gateway:80",
+        ),
+        *(["127.0.0.1:80", "[::1]:80"], ("a_b:1",), "dns://10.0.0.10/gateway:80", "dns:///[::1]:80"),
+    ],
+)
+async def test_what_grpc_can_dial_is_an_address(address: Any) -> None:
+    await AsyncClient(address).close()
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
