@@ -22,7 +22,7 @@ from gateway.openai.answer import Answer
 from gateway.openai.body import BodyReader, UnreadResponse
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completion import CompletionRequest
-from gateway.openai.errors import BodyError, error_response, plain_error_response
+from gateway.openai.errors import BodyError, error_response, plain_error_response, retry_after
 from gateway.openai.fields import GenerationRequest
 from gateway.openai.observing import Observing, observation_of
 from gateway.openai.openapi import describe, errors, request_body, stream_of
@@ -111,11 +111,17 @@ class Api:
         caller = self._access.authenticate(request.headers.get("authorization"))
         observation_of(request.scope).caller = caller.name
         self._generations.check_open()
-        read = kind.read(await self._bodies.read(request))
+        holder = f"key {caller.name}" if caller.name else _address(request)
+        read = kind.read(await self._bodies.read(request, holder, self._longest_model_len))
         observation = observation_of(request.scope)
         observation.client_request_id = observation.client_request_id or read.request_id or ""
         call = CallContext(trace=_trace(request), caller=caller, is_stream=bool(read.stream))
         return Answer(style, read, call, self._generations, self._counts)
+
+    @property
+    def _longest_model_len(self) -> int:
+        models = (pool.engine.status.model for pool in self._generations.pools)
+        return max((model.max_model_len for model in models if model is not None), default=0)
 
     async def _list_models(self, request: Request) -> Response:
         """Every name that selects a model, aliases included."""
@@ -177,8 +183,10 @@ def _describe_errors(app: FastAPI) -> None:
     async def on_body(_: Request, error: Exception) -> Response:
         assert isinstance(error, BodyError)  # noqa: S101
         is_unread = error.status in (408, 413, 503)
-        close = {"Connection": "close"} if is_unread else None
-        response = plain_error_response(error.status, error.message, error.code, close)
+        headers = {"Connection": "close"} if is_unread else {}
+        if error.retry_after_s is not None:
+            headers |= retry_after(error.retry_after_s)
+        response = plain_error_response(error.status, error.message, error.code, headers)
         # who was too slow once would only be waited for again
         return UnreadResponse(response) if is_unread and error.status != 408 else response
 
@@ -198,6 +206,10 @@ def _describe_errors(app: FastAPI) -> None:
     app.add_exception_handler(BodyError, on_body)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
+
+
+def _address(request: Request) -> str:
+    return "" if request.client is None else request.client.host
 
 
 def _trace(request: Request) -> TraceContext:

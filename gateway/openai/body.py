@@ -11,7 +11,8 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,71 +22,126 @@ from starlette.types import Receive, Scope, Send
 from gateway.limits import MAX_TOKEN_IDS
 from gateway.openai.errors import CLIENT_CLOSED, BodyError
 
-MAX_BODY_BYTES = 24 * 1024 * 1024
-"""More than the longest prompt needs, as text with escapes or as token ids."""
+MAX_BODY_BYTES = 4 * 1024 * 1024
+MAX_JSON_COMMAS = 256 * 1024
+"""Of a model of up to 131,072 tokens: decoding is on the event loop, and holds up nobody else for 0.1 s."""
 
+BODY_BYTES_PER_TOKEN = 16
+COMMAS_PER_TOKEN = 2
+LARGEST_BODY_BYTES = 24 * 1024 * 1024
+"""Longer models have longer prompts, up to the longest that any field takes. Their bodies take longer to decode."""
+
+SMALL_BODY_BYTES = 64 * 1024
+"""So much of a body always finds room, whoever else holds what."""
+
+MAX_HELD_BYTES = 64 * 1024 * 1024
 MAX_BUFFERED_BYTES = 256 * 1024 * 1024
-"""Of all bodies together that are being read."""
+"""Of all larger bodies that are being read: those of one key or, without keys, of one address, and those of all."""
 
+FULL_RETRY_S = 1.0
 MAX_JSON_DEPTH = 32
-MAX_JSON_CONTAINERS = 65_536
+MAX_JSON_CONTAINERS = 16_384
 MAX_JSON_STRINGS = 4 * MAX_JSON_CONTAINERS
-MAX_JSON_COMMAS = MAX_TOKEN_IDS + MAX_JSON_CONTAINERS
+MAX_JSON_DIGITS = 40
 BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0
 LINGER_BYTES = 64 * 1024 * 1024
 
 # Possessive, and a string without an end reaches to the end: so that no body makes it go back and try again.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_JSON_DIGITS + 1))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _OTHER_THAN_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How much one body may have.
+
+    Attributes:
+        num_bytes: of all.
+        num_commas: outside of strings.
+    """
+
+    num_bytes: int
+    num_commas: int
+
+    @classmethod
+    def of(cls, max_model_len: int) -> BodyLimits:
+        """For the longest of the served models; 0 while none is known."""
+        num_bytes = min(max_model_len * BODY_BYTES_PER_TOKEN, LARGEST_BODY_BYTES)
+        num_commas = min(max_model_len * COMMAS_PER_TOKEN, MAX_TOKEN_IDS + MAX_JSON_CONTAINERS)
+        return cls(max(MAX_BODY_BYTES, num_bytes), max(MAX_JSON_COMMAS, num_commas))
 
 
 class BodyReader:
     """Reads the bodies of one server."""
 
     def __init__(self) -> None:
-        self._num_buffered_bytes = 0
+        self._held = Counter[str]()
 
-    async def read(self, request: Request) -> dict[str, Any]:
+    async def read(self, request: Request, holder: str, max_model_len: int) -> dict[str, Any]:
         """The JSON object in a body.
+
+        Args:
+            request: with the body.
+            holder: whose memory it counts as.
+            max_model_len: of the longest served model; 0 while none is known.
 
         Raises:
             BodyError: it is too long, comes too slowly, or is no such object.
         """
         _check_content_type(request.headers.get("content-type", ""))
-        with self._buffering() as buffer:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    await self._fill(buffer, request)
-            except TimeoutError:
-                raise BodyError(
-                    408, f"the body did not come within {BODY_TIMEOUT_S:g} seconds", "request_timeout"
-                ) from None
-            except ClientDisconnect:
-                raise BodyError(CLIENT_CLOSED, "the client went away", "client_closed_request") from None
-            return decode_object(bytes(buffer))
-
-    async def _fill(self, buffer: bytearray, request: Request) -> None:
-        length = request.headers.get("content-length", "0")
-        if int(length) > MAX_BODY_BYTES:  # h11 lets nothing but digits through
-            raise _too_long(f"{length} bytes")
-        async for chunk in request.stream():
-            self._num_buffered_bytes += len(chunk)
-            buffer += chunk
-            if len(buffer) > MAX_BODY_BYTES:
-                raise _too_long("longer")
-            if self._num_buffered_bytes > MAX_BUFFERED_BYTES:
-                raise BodyError(503, "the gateway reads too many long bodies already; try again", "bodies_full")
-
-    @contextlib.contextmanager
-    def _buffering(self) -> Iterator[bytearray]:
-        buffer = bytearray()
+        limits = BodyLimits.of(max_model_len)
+        body = _Body(self._held, holder, limits.num_bytes)
         try:
-            yield buffer
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                await body.fill(request)
+            return decode_object(bytes(body.content), limits.num_commas)
+        except TimeoutError:
+            raise BodyError(
+                408, f"the body did not come within {BODY_TIMEOUT_S:g} seconds", "request_timeout"
+            ) from None
+        except ClientDisconnect:
+            raise BodyError(CLIENT_CLOSED, "the client went away", "client_closed_request") from None
         finally:
-            self._num_buffered_bytes -= len(buffer)
+            body.release()
+
+
+class _Body:
+    """One body while it is read."""
+
+    def __init__(self, held: Counter[str], holder: str, max_bytes: int) -> None:
+        self.content = bytearray()
+        self._held = held
+        self._holder = holder
+        self._max_bytes = max_bytes
+        self._num_counted = 0
+
+    async def fill(self, request: Request) -> None:
+        length = request.headers.get("content-length", "0")
+        if int(length) > self._max_bytes:  # h11 lets nothing but digits through
+            raise _too_long(f"{length} bytes", self._max_bytes)
+        async for chunk in request.stream():
+            self.content += chunk
+            if len(self.content) > self._max_bytes:
+                raise _too_long("longer", self._max_bytes)
+            if len(self.content) > SMALL_BODY_BYTES:
+                self._hold()
+
+    def _hold(self) -> None:
+        self._held[self._holder] += len(self.content) - self._num_counted
+        self._num_counted = len(self.content)
+        if self._held[self._holder] > MAX_HELD_BYTES:
+            raise _full("you have too many long bodies under way already")
+        if self._held.total() > MAX_BUFFERED_BYTES:
+            raise _full("the gateway reads too many long bodies already")
+
+    def release(self) -> None:
+        self._held[self._holder] -= self._num_counted
+        if not self._held[self._holder]:
+            del self._held[self._holder]
 
 
 class UnreadResponse(Response):
@@ -116,7 +172,7 @@ async def _drop(receive: Receive) -> None:
             return
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes, max_commas: int = MAX_JSON_COMMAS) -> dict[str, Any]:
     """A JSON object of bounded depth and width, with each key once, of characters that UTF-8 can write.
 
     Raises:
@@ -125,7 +181,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     bare, num_strings = _STRING.subn(b"", body, MAX_JSON_STRINGS + 1)
     if num_strings > MAX_JSON_STRINGS:
         raise _no_json(f"more than {MAX_JSON_STRINGS} strings; allowed: at most that many")
-    _check_structure(bare)
+    _check_structure(bare, max_commas)
     try:
         decoded = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -150,7 +206,7 @@ def _check_content_type(value: str) -> None:
         )
 
 
-def _check_structure(bare: bytes) -> None:
+def _check_structure(bare: bytes, max_commas: int) -> None:
     """`bare`: the document without its strings."""
     brackets = bare.translate(None, _OTHER_THAN_BRACKETS)
     num_containers = len(brackets) // 2
@@ -160,8 +216,10 @@ def _check_structure(bare: bytes) -> None:
     if depth > MAX_JSON_DEPTH:
         raise _no_json(f"{depth} levels; allowed: at most {MAX_JSON_DEPTH}")
     num_commas = bare.count(b",")
-    if num_commas > MAX_JSON_COMMAS:
-        raise _no_json(f"{num_commas} commas; allowed: at most {MAX_JSON_COMMAS}")
+    if num_commas > max_commas:
+        raise _no_json(f"{num_commas} commas; allowed: at most {max_commas}")
+    if _LONG_NUMBER.search(bare) is not None:  # to convert one costs the square of its length
+        raise _no_json(f"a number has more than {MAX_JSON_DIGITS} digits in a row; allowed: at most that many")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -184,8 +242,12 @@ def _check_surrogates(decoded: dict[str, Any]) -> None:
         raise _no_json("half of a surrogate pair stands alone") from None
 
 
-def _too_long(size: str) -> BodyError:
-    return BodyError(413, f"the body is {size}; allowed: at most {MAX_BODY_BYTES} bytes", "body_too_long")
+def _too_long(size: str, max_bytes: int) -> BodyError:
+    return BodyError(413, f"the body is {size}; allowed: at most {max_bytes} bytes", "body_too_long")
+
+
+def _full(why: str) -> BodyError:
+    return BodyError(503, f"{why}; try again", "bodies_full", retry_after_s=FULL_RETRY_S)
 
 
 def _no_json(why: str) -> BodyError:

@@ -68,13 +68,15 @@ class BodyError(Exception):
         status: of the response.
         message: for people.
         code: for programs.
+        retry_after_s: when to try again; None where that does not help.
     """
 
-    def __init__(self, status: int, message: str, code: str) -> None:
+    def __init__(self, status: int, message: str, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 def error_object(error: HoldbackError) -> dict[str, Any]:
@@ -91,9 +93,9 @@ def error_response(error: HoldbackError) -> JSONResponse:
     """A complete response."""
     headers = {}
     if isinstance(error, ResourceExhaustedError):
-        headers = _retry_after(error.retry_after_s)
+        headers = retry_after(error.retry_after_s)
     elif isinstance(error, UnavailableError):
-        headers = _retry_after(UNAVAILABLE_RETRY_S)
+        headers = retry_after(UNAVAILABLE_RETRY_S)
     elif isinstance(error, UnauthenticatedError):
         headers = {"WWW-Authenticate": "Bearer"}
     return JSONResponse({"error": error_object(error)}, KINDS[type(error)].status, headers)
@@ -113,6 +115,6 @@ def _param_of(error: HoldbackError) -> str | None:
     return "model" if error.reason is ErrorReason.MODEL_NOT_FOUND else None
 
 
-def _retry_after(seconds: float) -> dict[str, str]:
+def retry_after(seconds: float) -> dict[str, str]:
     """In whole seconds as HTTP has it, and in milliseconds for OpenAI's clients, which look for those first."""
     return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(seconds * 1000)))}

@@ -28,7 +28,7 @@ from gateway.limits import (
     RANGES,
     Range,
 )
-from gateway.openai.wording import check_asks_for_nothing, from_pydantic, wrong
+from gateway.openai.wording import check_asks_for_nothing, from_pydantic, shorten, unknown, wrong
 from holdback.errors import InvalidArgumentError
 from holdback.v1 import inference_pb2, types_pb2
 
@@ -156,7 +156,7 @@ class GenerationRequest(pydantic.BaseModel):
     skip_special_tokens: bool | None = Field(None, description="default true")
     priority: Annotated[int, bounds(PRIORITY_RANGE)] | None = Field(None, description="lower is served first")
     cache_salt: _sized_text("cache_salt", MAX_CACHE_SALT_BYTES) | None = None  # type: ignore[valid-type]
-    output_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] | None = Field(
+    output_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = Field(
         None, description="outputs of a stream that broke, to resume it; needs `seed` and one choice"
     )
     request_id: _sized_text("request_id", MAX_REQUEST_ID_BYTES) | None = Field(  # type: ignore[valid-type]
@@ -178,8 +178,10 @@ class GenerationRequest(pydantic.BaseModel):
         for name, value in body.items():
             if name in cls.unsupported:
                 check_asks_for_nothing(name, value, cls.unsupported[name])
-            else:
+            elif name in cls.model_fields:
                 supported[name] = value
+            else:  # at the first, for pydantic would tell of each
+                raise unknown(shorten(name), value)
         try:
             request = cls.model_validate(supported)
         except pydantic.ValidationError as error:

@@ -38,6 +38,12 @@ def wrong(field: str, value: object, limit: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{field} is {shown}; allowed: {limit}", field=field, value=shown, limit=limit)
 
 
+def unknown(field: str, value: object) -> InvalidArgumentError:
+    """A field that nobody knows is refused, for what asks for nothing known would be dropped in silence."""
+    message = f"{field} is not known; allowed: the fields of the OpenAPI document"
+    return InvalidArgumentError(message, field=field, value=show(value), limit="known fields")
+
+
 def show(value: object) -> str:
     """A value of JSON for people, shortened."""
     if isinstance(value, list):
@@ -66,8 +72,7 @@ def from_pydantic(error: pydantic.ValidationError) -> InvalidArgumentError:
     path = [shorten(str(part)) for part in problem["loc"]]
     field = path[0] + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path[1:])
     if problem["type"] == "extra_forbidden":
-        message = f"{field} is not known; allowed: the fields of the OpenAPI document"
-        return InvalidArgumentError(message, field=field, value=show(problem["input"]), limit="known fields")
+        return unknown(field, problem["input"])
     if problem["type"] == "missing":
         return InvalidArgumentError(f"{field} is required", field=field, value="not set", limit="set")
     pattern = _LIMITS.get(problem["type"])
