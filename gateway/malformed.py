@@ -45,5 +45,8 @@ def check_well_formed() -> None:
     problem = _PROBLEM.get()
     if problem:
         raise InvalidArgumentError(
-            f"the request cannot be read: {problem}", field="", value="bytes", limit="a message of this method"
+            f"request is no message of this method: {problem}",
+            field="request",
+            value="bytes",
+            limit="a message of this method",
         )

@@ -25,7 +25,7 @@ from gateway.server import GatewayServer
 from gateway.services import INFERENCE
 from gateway.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from holdback import rpc
-from holdback.errors import ErrorReason
+from holdback.errors import ErrorReason, InvalidArgumentError
 from holdback.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
 from tests.gateway.conftest import wait_until_ready
 from tests.gateway.random_messages import messages
@@ -257,6 +257,16 @@ async def test_text_that_is_no_utf_8_is_an_invalid_argument_and_the_next_call_is
     good = inference_pb2.GenerateRequest(generation=inference_pb2.Generation(text="xx")).SerializeToString()
     assert await code_of(channel, method, good.replace(b"xx", b"\xff\xfe")) is grpc.StatusCode.INVALID_ARGUMENT
     assert await code_of(channel, method, good) is grpc.StatusCode.OK
+
+
+async def test_bytes_that_are_no_message_are_a_violation_of_the_whole_request(channel: grpc.aio.Channel) -> None:
+    call: Any = channel.unary_unary("/holdback.v1.InferenceService/Generate")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(b"\xff\xff\xff")
+    error = rpc.error_from_rpc(caught.value)
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.value, error.limit) == ("request", "bytes", "a message of this method")
+    assert error.message.startswith("request is no message of this method")
 
 
 def valid_request(kind: type[Message]) -> Message:
