@@ -233,6 +233,7 @@ async def test_a_stop_token_is_told_and_left_out_of_the_text_and_eos_is_not_told
     assert kept.text == "a</s>"
 
 
+@pytest.mark.case("B48")
 async def test_log_probabilities_come_one_for_each_token(client: AsyncClient, scheduler: ScriptedScheduler) -> None:
     entries = [TokenLogprobs(token_id, -0.5, (token_id, 7), (-0.5, -1.5)) for token_id in ids_of("abc")]
     pending = asyncio.create_task(client.generate("x", num_logprobs=2, stop=["b"]))

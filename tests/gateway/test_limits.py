@@ -38,6 +38,7 @@ def biases(*pairs: tuple[int, float]) -> list[types_pb2.LogitBias]:
     return [types_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs]
 
 
+@pytest.mark.case("B30", "B70")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

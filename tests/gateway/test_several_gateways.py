@@ -79,6 +79,7 @@ async def until_answered_by(client: AsyncClient, numbers: set[int]) -> None:
             pass
 
 
+@pytest.mark.case("B66")
 async def test_new_gateways_are_found_and_old_ones_left_while_streams_go_on(
     gateways: list[GatewayServer], schedulers: list[ScriptedScheduler]
 ) -> None:
