@@ -59,6 +59,7 @@ class EngineClient:
         self,
         target: str,
         *,
+        model_name: str,
         session: str,
         gateway_id: str,
         loss_timeout_s: float,
@@ -67,7 +68,8 @@ class EngineClient:
     ) -> None:
         """
         Args:
-            target: address of the scheduler.
+            target: address of the scheduler, which no client is told.
+            model_name: what clients are told instead.
             session: random name of this gateway process, 16 to 64 bytes.
             gateway_id: name for people, at most 128 bytes.
             loss_timeout_s: how long requests wait for a scheduler that cannot be reached.
@@ -78,6 +80,7 @@ class EngineClient:
             ConfigError: a file of `tls` is none.
         """
         self.target = target
+        self._model_name = model_name
         self.status = PoolStatus()
         self.num_resubmitted = 0
         self._tls = tls
@@ -200,7 +203,7 @@ class EngineClient:
         self._stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(
             self._channel
         )
-        self.load = LoadReader(self._stub, self.target, asyncio.get_running_loop().time)
+        self.load = LoadReader(self._stub, self.target, self._model_name, asyncio.get_running_loop().time)
 
     async def _renew_channel(self) -> None:
         """A connection of its own for the next stream, if the last was silent or certificates have changed."""
@@ -348,7 +351,7 @@ class EngineClient:
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(
-            f"the scheduler {self.target} could not be reached for {self._loss_timeout_s:g} s",
+            f"the scheduler of model {self._model_name!r} could not be reached for {self._loss_timeout_s:g} s",
             reason=ErrorReason.NO_SCHEDULER,
         )
 

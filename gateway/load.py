@@ -6,11 +6,14 @@ import asyncio
 from typing import Protocol
 
 import grpc.aio
+import structlog
 
 from gateway.submission import Clock
 from holdback import rpc
 from holdback.errors import ErrorReason, HoldbackError, UnavailableError
 from holdback.v1 import scheduler_pb2, types_pb2
+
+log = structlog.get_logger(__name__)
 
 LOAD_TIMEOUT_S = 2.0
 """A scheduler that does not answer within this is away."""
@@ -36,10 +39,11 @@ class LoadReader:
         tokens_per_s: decoded by the whole pool between the last answers; 0 until there are two.
     """
 
-    def __init__(self, stub: LoadStub, target: str, clock: Clock) -> None:
+    def __init__(self, stub: LoadStub, target: str, model_name: str, clock: Clock) -> None:
         self.tokens_per_s = 0.0
         self._stub = stub
         self._target = target
+        self._model_name = model_name
         self._clock = clock
         self._counted_at: float | None = None
         self._num_decoded = 0
@@ -65,11 +69,14 @@ class LoadReader:
 
     def _error(self, failure: grpc.aio.AioRpcError) -> HoldbackError:
         if failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            return self._unavailable(failure.details() or failure.code().name)
+            # What gRPC says of it has addresses, which are no client's business.
+            log.warning("scheduler_gave_no_load", scheduler=self._target, details=failure.details())
+            return self._unavailable(failure.code().name)
         return rpc.error_from_rpc(failure)
 
     def _unavailable(self, why: str) -> UnavailableError:
-        return UnavailableError(f"the scheduler {self._target} does not answer: {why}", reason=ErrorReason.NO_SCHEDULER)
+        message = f"the scheduler of model {self._model_name!r} does not answer: {why}"
+        return UnavailableError(message, reason=ErrorReason.NO_SCHEDULER)
 
     def _count(self, load: scheduler_pb2.GetLoadResponse) -> None:
         """A scheduler counts from 0 when it starts again; that answer gives no rate."""

@@ -161,6 +161,7 @@ class GatewayServer:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer)
         engine = EngineClient(
             config.scheduler,
+            model_name=config.served_model_names[0],
             session=session,
             gateway_id=self._config.gateway_id,
             loss_timeout_s=self._config.scheduler_loss_timeout_s,

@@ -39,6 +39,7 @@ async def engine(scheduler: ScriptedScheduler) -> AsyncIterator[EngineClient]:
 def make_engine(target: str, loss_timeout_s: float = 20, silence_timeout_s: float = 20) -> EngineClient:
     return EngineClient(
         target,
+        model_name="toy",
         session="s" * 16,
         gateway_id="test",
         loss_timeout_s=loss_timeout_s,
@@ -238,7 +239,7 @@ async def test_requests_end_when_the_scheduler_stays_away_and_new_ones_are_refus
     error = await error_of(submission)
     assert isinstance(error, UnavailableError)
     assert error.reason is ErrorReason.NO_SCHEDULER
-    assert error.message == f"the scheduler {scheduler.target} could not be reached for 0.2 s"
+    assert error.message == "the scheduler of model 'toy' could not be reached for 0.2 s"
     assert not engine.is_ready
     with pytest.raises(UnavailableError):
         engine.submit(spec(), MODEL)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import structlog
 
 from gateway.load import LoadReader
 from gateway.server import GatewayServer
@@ -32,7 +33,7 @@ class Counting:
 
 async def test_tokens_per_second_are_those_decoded_between_answers_that_are_far_enough_apart() -> None:
     stub: Any = Counting()
-    reader = LoadReader(stub, "x:1", lambda: stub.now)
+    reader = LoadReader(stub, "x:1", "toy", lambda: stub.now)
 
     async def rate(now: float, num_decoded: int) -> float:
         stub.now, stub.num_decoded = now, num_decoded
@@ -74,3 +75,15 @@ async def test_a_connection_that_is_closed_meanwhile_is_a_scheduler_that_is_away
     with pytest.raises(UnavailableError) as caught:
         await asking
     assert caught.value.reason is ErrorReason.NO_SCHEDULER
+
+
+@pytest.mark.loopback
+async def test_who_asks_for_the_load_is_told_the_model_and_not_an_address(
+    gateway: GatewayServer, scheduler: ScriptedScheduler
+) -> None:
+    (pool,) = gateway.pools
+    await scheduler.stop()
+    with structlog.testing.capture_logs() as lines, pytest.raises(UnavailableError) as caught:
+        await pool.engine.load.read()
+    assert caught.value.message == "the scheduler of model 'toy' does not answer: UNAVAILABLE"
+    assert scheduler.target in [line.get("scheduler") for line in lines if line["event"] == "scheduler_gave_no_load"]
