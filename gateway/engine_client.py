@@ -350,10 +350,8 @@ class EngineClient:
         self._notify()
 
     def _unavailable(self) -> UnavailableError:
-        return UnavailableError(
-            f"the scheduler of model {self._model_name!r} could not be reached for {self._loss_timeout_s:g} s",
-            reason=ErrorReason.NO_SCHEDULER,
-        )
+        message = f"the scheduler of model {self._model_name!r} could not be reached for {self._loss_timeout_s:g} s"
+        return UnavailableError(message, reason=ErrorReason.NO_SCHEDULER)
 
     def _end_all(self, error: HoldbackError) -> None:
         for submission in list(self._open.values()):
