@@ -43,6 +43,9 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 16_384
 MAX_JSON_STRINGS = 4 * MAX_JSON_CONTAINERS
 MAX_JSON_DIGITS = 40
+MAX_JSON_FRACTIONS = 16_384
+"""Points and exponents of numbers (and letters `e` of booleans): a fraction takes ten times as long as a token id."""
+
 BODY_TIMEOUT_S = 60.0
 LINGER_S = 5.0
 LINGER_BYTES = 64 * 1024 * 1024
@@ -218,6 +221,9 @@ def _check_structure(bare: bytes, max_commas: int) -> None:
     num_commas = bare.count(b",")
     if num_commas > max_commas:
         raise _no_json(f"{num_commas} commas; allowed: at most {max_commas}")
+    num_fractions = sum(map(bare.count, (b".", b"e", b"E")))
+    if num_fractions > MAX_JSON_FRACTIONS:
+        raise _no_json(f"{num_fractions} fractions and exponents; allowed: at most {MAX_JSON_FRACTIONS}")
     if _LONG_NUMBER.search(bare) is not None:  # to convert one costs the square of its length
         raise _no_json(f"a number has more than {MAX_JSON_DIGITS} digits in a row; allowed: at most that many")
 
