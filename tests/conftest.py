@@ -10,11 +10,18 @@ import importlib.util
 import os
 import pathlib
 import re
+import signal
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CASE_ID = re.compile(r"B\d{2}")
+
+
+def pytest_configure() -> None:
+    # Started in the background of a script, everything below here would ignore Ctrl-C, and the tests of that with it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

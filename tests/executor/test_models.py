@@ -228,15 +228,16 @@ def test_a_terminal_sees_how_far_loading_is(
 
 
 PEAK = """
-import pathlib, resource, sys
-from executor_svc.model_probe import check_logits, find_layers
+import pathlib, re, sys
 from executor_svc.models import load_model
 
-unit = 1 if sys.platform == "darwin" else 1024
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def peak():  # not that of getrusage, which starts with what the parent had
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+
+before = peak()
 loaded = load_model(pathlib.Path(sys.argv[1]), sys.argv[2])
 print()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before)
+print(peak() - before)
 """
 
 
