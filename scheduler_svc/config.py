@@ -41,7 +41,7 @@ class SchedulerServiceConfig(ServiceConfig):
     process: ClassVar[str] = "scheduler"
 
     heartbeat_interval_s: float = pydantic.Field(
-        1.0, ge=0.01, le=60, description="seconds between heartbeats, both ways on each executor's registration and to each gateway"
+        1.0, ge=0.01, le=60, description="seconds between heartbeats: both ways with each executor, and to each gateway"
     )
     lease_timeout_s: float = pydantic.Field(
         5.0, ge=0.05, le=600, description="silence after which an executor is lost; more than heartbeat_interval_s"

@@ -54,7 +54,8 @@ async def test_a_request_goes_through_scheduler_and_executor(serve: Serve) -> No
 async def test_a_gateway_that_is_told_nothing_is_sent_heartbeats(serve: Serve) -> None:
     server = await serve(**QUICK)
     async with StubGateway(server.port, reads=False) as gateway:
-        kinds, numbers = [], []
+        kinds: list[str | None] = []
+        numbers: list[int] = []
         async with asyncio.timeout(WAIT_S):
             while len(numbers) < 3:
                 response: Any = await gateway.call.read()
