@@ -224,9 +224,8 @@ def _check_structure(bare: bytes, max_commas: int) -> None:
     num_fractions = sum(map(bare.count, (b".", b"e", b"E")))
     if num_fractions > MAX_JSON_FRACTIONS:
         raise _no_json(f"{num_fractions} fractions and exponents; allowed: at most {MAX_JSON_FRACTIONS}")
-    if b"0" * (MAX_JSON_DIGITS + 1) in bare.translate(
-        _DIGITS_AS_ZEROS
-    ):  # to convert one costs the square of its length
+    # To convert a number costs the square of its length.
+    if b"0" * (MAX_JSON_DIGITS + 1) in bare.translate(_DIGITS_AS_ZEROS):
         raise _no_json(f"a number has more than {MAX_JSON_DIGITS} digits in a row; allowed: at most that many")
 
 
