@@ -189,12 +189,29 @@ async def serve(config: GatewayConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     server = GatewayServer(config)
     try:
-        await server.start()
-        await server.templates.start()
-        await stop.wait()
-        await _drain_unless(hurry, server)
+        if await _start_unless(stop, server):
+            await stop.wait()
+            await _drain_unless(hurry, server)
     finally:
         await server.stop()
+
+
+async def _start_unless(stop: asyncio.Event, server: GatewayServer) -> bool:
+    """Starts all of it; False when a signal came first. Raises what made it fail."""
+
+    async def start() -> None:
+        await server.start()
+        await server.templates.start()
+
+    starting, stopping = asyncio.create_task(start()), asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        await starting
+        return True
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return False
 
 
 async def _drain_unless(hurry: asyncio.Event, server: GatewayServer) -> None:

@@ -22,7 +22,7 @@ from gateway.counts import HttpCounts
 from gateway.generations import Generations
 from gateway.openai.app import create_app
 from gateway.openai.observing import MAX_HEADER_BYTES
-from holdback.errors import ConfigError
+from holdback.errors import ConfigError, InternalError
 from holdback.tls import NO_TLS, Tls
 
 log = structlog.get_logger(__name__)
@@ -76,6 +76,7 @@ class HttpServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
+            listener.listen(BACKLOG)  # a port that is only bound may still be another's to listen on
         except OSError as error:
             listener.close()
             message = f"http_port is {port}, which cannot be bound on {host}: {error.strerror}"
@@ -84,10 +85,15 @@ class HttpServer:
         self.port = listener.getsockname()[1]
 
     async def start(self) -> None:
-        """Serves on the bound port."""
+        """Serves on the bound port. Raises what made the server end before it accepted a connection."""
         assert self._socket is not None, "bind comes first"  # noqa: S101
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        await self._server.accepting.wait()
+        accepting = asyncio.create_task(self._server.accepting.wait())
+        await asyncio.wait({accepting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        accepting.cancel()
+        if self._serving.done():
+            await self._serving
+            raise InternalError("the HTTP server ended before it began; its log says why")
 
     async def stop(self, grace_s: float) -> None:
         """Stops listening and returns once all responses are complete; what is left after `grace_s` is cut."""

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import pathlib
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -368,3 +369,12 @@ async def is_trusted(gateway: GatewayServer, authority: trustme.CA) -> bool:
             return (await https.get("/health/live")).status_code == 200
         except httpx.ConnectError:
             return False
+
+
+async def test_one_port_for_two_things_is_refused_at_start(make_gateway: Make) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with asyncio.timeout(20):
+        with pytest.raises(ConfigError, match=f"metrics_port is {port}, which cannot be bound"):
+            await make_gateway(scheduler="127.0.0.1:1", http_port=port, metrics_port=port)
