@@ -3,6 +3,8 @@
     python tools/chart_schema.py            writes them
     python tools/chart_schema.py --check    ends with 1 if they differ
 
+What has a default in values.yaml is required: a null takes the default away, and so is refused by the key's name.
+
 The chart hands `gateway.config`, `scheduler.config` and `config` of a group of executors to the processes as they are.
 Their types and ranges come from the configuration classes of these; the rest of the schema is written by hand. Settings
 that the chart decides itself are left out, so that they are refused in the values.
@@ -14,12 +16,15 @@ import pathlib
 import sys
 from typing import Any
 
+import yaml
+
 from executor_svc.config import ExecutorConfig
 from gateway.config import GatewayConfig
 from holdback.config import ServiceConfig
 from scheduler_svc.config import SchedulerServiceConfig
 
 SCHEMA = pathlib.Path(__file__).resolve().parent.parent / "k8s" / "chart" / "values.schema.json"
+VALUES = SCHEMA.with_name("values.yaml")
 
 DECIDED_BY_CHART = {
     *("host", "port", "health_port", "http_port", "metrics_port", "otlp_endpoint", "insecure_bind", "ports_file"),
@@ -28,6 +33,7 @@ DECIDED_BY_CHART = {
     *("executor_allowed_cidrs", "executor_id", "advertise_address"),
     *("device", "model", "tensor_parallel_size", "compile_cache", "kernels_directory", "compile_only", "neuron_cores"),
 }
+BOUNDS_OF_ARRAYS = {"minLength": "minItems", "maxLength": "maxItems"}
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "gatewayConfig": GatewayConfig,
     "schedulerConfig": SchedulerServiceConfig,
@@ -54,7 +60,22 @@ def render(path: pathlib.Path) -> str:
     schema = json.loads(path.read_text(encoding="utf-8"))
     for name, config in CONFIGS.items():
         schema["$defs"][name] = settings(config)
+    require_defaults(schema, yaml.safe_load(VALUES.read_text(encoding="utf-8")))
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def require_defaults(schema: dict[str, Any], values: dict[str, Any]) -> None:
+    """Requires each key that has a default; settings of the processes too, but not keys of Kubernetes' own mappings."""
+    properties = schema.get("properties")
+    is_config = schema.get("$ref", "").endswith("Config")
+    if properties is None and not is_config:
+        return
+    schema.pop("required", None)
+    if wanted := [key for key, value in values.items() if value is not None]:
+        schema["required"] = wanted
+    for key, value in values.items():
+        if properties is not None and isinstance(value, dict):
+            require_defaults(properties[key], value)
 
 
 def settings(config: type[ServiceConfig]) -> dict[str, Any]:
@@ -77,7 +98,10 @@ def resolve(value: Any, definitions: dict[str, Any]) -> Any:
         return value
     if "$ref" in value:
         value = definitions[value["$ref"].rpartition("/")[2]] | {k: v for k, v in value.items() if k != "$ref"}
-    return {name: resolve(item, definitions) for name, item in value.items() if name not in ("title", "format")}
+    resolved = {name: resolve(item, definitions) for name, item in value.items() if name not in ("title", "format")}
+    if resolved.get("type") == "array":  # pydantic gives some arrays the bounds of a text
+        resolved = {BOUNDS_OF_ARRAYS.get(name, name): item for name, item in resolved.items()}
+    return resolved
 
 
 if __name__ == "__main__":

@@ -124,6 +124,19 @@ def test_null_false_and_0_are_values_and_not_left_out(tmp_path):
     assert scheduler.max_request_moves == 0
 
 
+def test_a_connection_of_a_gateway_may_live_for_ever(tmp_path):
+    rendered = render(SMALL, sets=["gateway.config.max_connection_age_s=null"])
+    (gateway,) = [one for one in load_all(rendered, tmp_path) if isinstance(one, GatewayConfig)]
+    assert gateway.max_connection_age_s is None
+
+
+def test_lists_in_the_schema_are_bounded_as_lists():
+    settings = chart_schema.settings(ExecutorConfig)["properties"]["num_seqs_buckets"]
+    (of_a_list,) = [one for one in settings["anyOf"] if one["type"] == "array"]
+    assert {"minItems", "maxItems"} <= of_a_list.keys()
+    assert not {"minLength", "maxLength"} & of_a_list.keys()
+
+
 def test_the_settings_in_the_schema_are_those_of_the_processes():
     path = CHART / "values.schema.json"
     assert path.read_text(encoding="utf-8") == chart_schema.render(path), "run: make generate"

@@ -34,6 +34,31 @@ def test_an_executor_has_its_whole_start_up_time(seconds):
     assert rendered.find("Deployment", "cpu")["spec"]["progressDeadlineSeconds"] > seconds
 
 
+def test_a_rollout_waits_for_executors_that_others_are_ready_by():
+    second = (
+        SMALL.replace("[{name: cpu}]", "[{name: cpu, startupTimeoutSeconds: 700}]")
+        + """
+  - name: slow
+    servedModelNames: [slow]
+    model: {imagePath: /m}
+    executors: [{name: cpu, startupTimeoutSeconds: 9000}]
+"""
+    )
+    rendered = render(second)
+    deadlines = {
+        name: rendered.find("Deployment", name)["spec"]["progressDeadlineSeconds"]
+        for name in ("gateway", "small-scheduler", "slow-scheduler")
+    }
+    assert deadlines == {"gateway": 9600, "small-scheduler": 1300, "slow-scheduler": 9600}
+
+
+def test_a_group_without_replicas_does_not_lengthen_the_wait_for_an_executor():
+    groups = "[{name: cpu, startupTimeoutSeconds: 100}, {name: off, replicas: 0, startupTimeoutSeconds: 9000}]"
+    rendered = render(SMALL.replace("[{name: cpu}]", groups))
+    assert rendered.config("scheduler")["executor_loss_timeout_s"] == 100
+    assert rendered.find("Deployment", "off")["spec"]["progressDeadlineSeconds"] == 9600
+
+
 def test_requests_wait_for_the_only_executor_of_a_pool_as_long_as_it_may_take_to_start(small):
     assert small.config("scheduler")["executor_loss_timeout_s"] == 3600
     two = render(SMALL, sets=["pools[0].executors[0].replicas=2"])
@@ -94,8 +119,8 @@ def test_autoscalers_scale_on_averages_and_wait_before_they_scale_down(everythin
     scaled = everything.find("ScaledObject", "split")["spec"]
     assert scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]
     assert [one["metadata"]["query"] for one in scaled["triggers"]] == [
-        'sum(holdback:queued_prefill_tokens{model_name="tiny"})',
-        'sum(holdback:kv_cache_usage_executors{model_name="tiny"})',
+        'sum(holdback:queued_prefill_tokens{namespace="serving",model_name="tiny"})',
+        'sum(holdback:kv_cache_usage_executors{namespace="serving",model_name="tiny"})',
     ]
     assert [(one["metricType"], one["metadata"]["threshold"]) for one in scaled["triggers"]] == [
         ("AverageValue", "4000"),
@@ -141,11 +166,31 @@ def test_another_configuration_is_another_pod_where_it_changed():
     assert {name for name in before if before[name] != after[name]} == {"hb-holdback-small-cpu"}
 
 
-def test_another_configuration_or_image_is_another_job():
+def test_whatever_changes_its_pods_is_another_job():
     """Kubernetes refuses to change one."""
     on = ["executorDefaults.precompile.enabled=true", "executorDefaults.compileCache.existingClaim=compiled"]
     names = set()
-    for more in ([], ["executorDefaults.image.tag=next"], ["executorDefaults.config.max_num_seqs=9"]):
+    changes = (
+        "executorDefaults.image.tag=next",
+        "executorDefaults.config.max_num_seqs=9",
+        "executorDefaults.resources.limits.memory=9Gi",
+        "executorDefaults.nodeSelector.zone=a",
+        "executorDefaults.extraEnv[0].name=A",
+        "executorDefaults.compileCache.existingClaim=other",
+        "commonLabels.team=serving",
+        "imagePullSecrets[0].name=registry",
+        "pools[0].model.persistentVolumeClaim.claimName=others",
+    )
+    for more in ([], *([change] for change in changes)):
         jobs = render(SMALL, sets=[*on, *more]).all("Job")
         names |= {job["metadata"]["name"] for job in jobs if "compile" in job["metadata"]["name"]}
-    assert len(names) == 3
+    assert len(names) == 1 + len(changes)
+
+
+def test_what_does_not_change_its_pods_is_the_same_job():
+    on = ["executorDefaults.precompile.enabled=true", "executorDefaults.compileCache.existingClaim=compiled"]
+    names = set()
+    for more in ([], ["executorDefaults.replicas=3"], ["gateway.replicas=3"]):
+        jobs = render(SMALL, sets=[*on, *more]).all("Job")
+        names |= {job["metadata"]["name"] for job in jobs if "compile" in job["metadata"]["name"]}
+    assert len(names) == 1

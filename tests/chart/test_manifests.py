@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from gateway.config import GatewayConfig
 from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Manifest, render, run_helm
 from tools.check_chart import KUBERNETES_VERSIONS, check_manifest
 
@@ -73,7 +74,8 @@ def test_grpc_clients_see_every_gateway_and_a_pool_has_one_scheduler(small):
     assert small.find("Service", "gateway-grpc")["spec"]["clusterIP"] == "None"
     assert small.find("Service", "gateway")["spec"]["type"] == "ClusterIP"
     assert small.find("Deployment", "scheduler")["spec"]["replicas"] == 1
-    assert small.config("gateway")["max_connection_age_s"] == 300
+    config = GatewayConfig.model_fields["max_connection_age_s"]
+    assert small.config("gateway").get("max_connection_age_s", config.default) == 300
 
 
 def test_an_executor_advertises_the_address_of_its_pod_in_an_allowed_network(small):
@@ -116,6 +118,9 @@ def test_a_gateway_mounts_tokenizers_and_no_weights(everything, small):
     assert [path for path in mounts if path.startswith("/tokenizers/small")] == [
         "/tokenizers/small/tokenizer.json",
         "/tokenizers/small/tokenizer_config.json",
+        "/tokenizers/small/chat_template.jinja",
+        "/tokenizers/small/generation_config.json",
+        "/tokenizers/small/config.json",
     ]
     paths = {
         one["mountPath"]: one.get("subPath") for one in everything.container("Deployment", "gateway")["volumeMounts"]
@@ -178,7 +183,11 @@ def test_certificates_have_the_names_that_are_dialled():
     host = rendered.config("gateway")["pools"][0]["scheduler"].partition(":")[0]
     assert host in certificates["hb-holdback-small-scheduler-tls"]
     assert certificates["hb-holdback-small-executor-tls"] == [rendered.config("scheduler")["tls_server_name"]]
-    assert "hb-holdback-gateway-grpc.serving.svc" in certificates["hb-holdback-gateway-tls"]
+    for name in ("hb-holdback-gateway-grpc.serving.svc", "hb-holdback-gateway.serving.svc.cluster.local"):
+        assert name in certificates["hb-holdback-gateway-tls"]
+    assert f"{host}.cluster.local" in certificates["hb-holdback-small-scheduler-tls"]
+    other = render(values, sets=["network.clusterDomain=example.org"]).find("Certificate", "gateway-tls")
+    assert "hb-holdback-gateway-grpc.serving.svc.example.org" in other["spec"]["dnsNames"]
     assert [check_manifest(one) for one in rendered.all("Certificate")] == [[], [], []]
     assert "tls_client_ca" not in rendered.config("gateway")
     assert rendered.config("scheduler")["tls_client_ca"] == "/etc/holdback/tls/ca.crt"
@@ -218,8 +227,32 @@ def test_keys_and_extras_reach_the_gateway(everything):
     assert all(one["metadata"]["annotations"]["owner"] == "platform" for one in everything.manifests)
 
 
-def test_an_ingress_leads_to_the_http_service(everything):
+def test_the_port_of_the_headless_service_is_the_one_that_gateways_listen_on(small):
+    (port,) = small.find("Service", "gateway-grpc")["spec"]["ports"]
+    assert port["port"] == small.config("gateway")["port"]
+
+
+def test_a_label_of_all_and_of_one_object_is_the_object_s_once():
+    rendered = render(
+        SMALL, sets=["metrics.dashboard.enabled=true", "commonLabels.team=a", "metrics.dashboard.labels.team=b"]
+    )
+    assert rendered.find("ConfigMap", "dashboard")["metadata"]["labels"]["team"] == "b"
+    assert rendered.find("Deployment", "gateway")["metadata"]["labels"]["team"] == "a"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_gateways_of_an_example_find_the_chat_template(example):
+    """`holdback model import` writes it as a file of its own, and without it a model cannot chat."""
+    mounts = render(files=[example]).container("Deployment", "gateway")["volumeMounts"]
+    mounted = {one["mountPath"].rpartition("/")[2] for one in mounts}
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"} <= mounted
+
+
+def test_an_ingress_leads_the_api_alone_to_the_http_service(everything):
+    """Not the metrics."""
     spec = everything.find("Ingress")["spec"]
+    paths = [path for rule in spec["rules"] for path in rule["http"]["paths"]]
+    assert {(path["path"], path["pathType"]) for path in paths} == {("/v1", "Prefix")}
     assert [rule["host"] for rule in spec["rules"]] == ["llm.example.com", "plain.example.com"]
     assert spec["tls"] == [{"hosts": ["llm.example.com"], "secretName": "llm-tls"}]
     assert spec["rules"][0]["http"]["paths"][0]["backend"]["service"]["name"] == "hb-holdback-gateway"

@@ -109,10 +109,28 @@ def test_a_pod_monitor_reads_the_port_that_the_processes_serve(monitored):
 
 
 def test_without_metrics_no_port_is_open_and_nothing_asks_for_one():
-    rendered = render(SMALL, sets=[*ON, "metrics.enabled=false"])
+    rendered = render(SMALL, sets=["metrics.enabled=false"])
     assert "metrics_port" not in rendered.config("scheduler")
     assert rendered.all("PodMonitor") == rendered.all("PrometheusRule") == rendered.all("ConfigMap", "dashboard") == []
     assert "9090" not in yaml.safe_dump_all(rendered.manifests)
+
+
+def test_what_reads_metrics_is_refused_where_there_are_none():
+    words = refusal(SMALL, sets=[*ON, "metrics.enabled=false"])
+    for name in ("podMonitor", "dashboard", "alerts"):
+        assert f"metrics.{name}.enabled is true, but metrics.enabled is false; allowed: both or neither" in words
+
+
+def test_the_adapter_s_rule_in_the_docs_gives_the_namespace_and_the_names_of_the_chart():
+    """Without the override an adapter does not know which label is the namespace that an autoscaler asks for."""
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (rule,) = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["externalRules"]
+    assert rule["resources"] == {"overrides": {"namespace": {"resource": "namespace"}}}
+    pattern, name = rule["name"]["matches"], rule["name"]["as"].replace("$1", r"\1")
+    hpa = render(SMALL, sets=["pools[0].executors[0].autoscaling.type=hpa"]).find("HorizontalPodAutoscaler")
+    asked = [one["external"]["metric"]["name"] for one in hpa["spec"]["metrics"]]
+    series = ["holdback:queued_prefill_tokens", "holdback:kv_cache_usage_executors"]
+    assert [re.sub(pattern, name, one) for one in series] == asked
 
 
 def test_an_autoscaler_without_metrics_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chart.rendering import SMALL, refusal, render
+from tests.chart.rendering import CHART, SMALL, refusal, render, run_helm
 
 GROUP = "pools[0].executors[0]"
 CONFIG = f"{GROUP}.config"
@@ -37,6 +37,19 @@ SCHEMA = {
     "pools[0].name=Small_Model": "'/pools/0/name': 'Small_Model' does not match pattern",
     "pools[0].servedModelNames=small": "'/pools/0/servedModelNames': got string, want array",
     "network.podCIDRs={somewhere}": "'/network/podCIDRs/0': 'somewhere' does not match pattern",
+    "gateway.service.grpc.port=9": "'port'",
+    "gateway.extraEnv[0].name=A,gateway.extraEnv[0].value=1": "'/gateway/extraEnv/0/value': got number, want string",
+    "gateway.extraEnv[1].nam=A": "additional properties 'nam' not allowed",
+    "gateway.extraVolumeMounts[0].path=/a": "additional properties 'path' not allowed",
+    "commonLabels.holdback/pool=a": "'/commonLabels'",
+    "gateway.podLabels.holdback/pool=a": "'/gateway/podLabels'",
+    "gateway.podLabels.tier=two words": "'/gateway/podLabels/tier': 'two words' does not match pattern",
+    "gateway.podAnnotations.checksum/config=a": "'/gateway/podAnnotations'",
+    "gateway.ingress.hosts[0].host=http://a.b": "'/gateway/ingress/hosts/0/host': 'http://a.b' does not match pattern",
+    "network.listenAddress=localhost": "'/network/listenAddress': 'localhost' does not match pattern",
+    f"{CONFIG}.num_seqs_buckets={{}}": "'/pools/0/executors/0/config/num_seqs_buckets': minItems: got 0, want 1",
+    "executorDefaults.config.drain_timeout_s=null": "'/executorDefaults/config': missing property 'drain_timeout_s'",
+    "gateway.autoscaling=null": "'/gateway': missing property 'autoscaling'",
     "tls.requireClientCertificates=perhaps": "'/tls/requireClientCertificates': got string, want boolean",
 }
 
@@ -181,9 +194,86 @@ def test_names_that_kubernetes_cannot_have_are_refused():
             ["gateway.gatewayApi.http.parentRefs[0].name=a", "gateway.gatewayApi.grpc.parentRefs[0].name=a"],
             "gateway.gatewayApi.http and gateway.gatewayApi.grpc have the same parentRefs and hostnames",
         ),
+        (["metrics.port=50059"], "metrics.port is 50059, which is the port of health; allowed: one of its own"),
+        (["network.listenAddress=127.0.0.1"], "network.listenAddress is 127.0.0.1, where only the pod itself"),
+        (["network.listenAddress=::1"], "network.listenAddress is ::1, where only the pod itself"),
+        (["nameOverride=My_Name"], "make names that start with hb-My_Name; allowed"),
+        (
+            [f"{GROUP}.autoscaling.type=hpa", "pools[0].servedModelNames={org/model}"],
+            'the first of servedModelNames, "org/model", is no label value',
+        ),
+        (
+            ["executorDefaults.autoscaling.type=hpa", "pools[0].executors[1].name=more"],
+            "pools[small].executors cpu and more all have autoscaling; allowed: one group of a pool",
+        ),
+        (
+            [f"{GROUP}.name=scheduler"],
+            "pools[small].executors[scheduler] makes the name hb-holdback-small-scheduler, which the scheduler of "
+            "pools[small] makes too",
+        ),
         (["pools[0].model.imagePath=/m"], "pools[small].model has imagePath and persistentVolumeClaim"),
         (["pools[0].tokenizer.imagePath=/m", "pools[0].tokenizer.configMap=m"], "has configMap and imagePath"),
     ],
 )
 def test_choices_that_exclude_each_other_are_refused(sets, sentence):
     assert sentence in refusal(SMALL, sets=sets)
+
+
+def test_pools_and_groups_whose_names_join_to_one_are_refused():
+    second = "\n  - {name: small-a, servedModelNames: [b], model: {imagePath: /m}, executors: [{name: cpu}]}\n"
+    words = refusal(SMALL + second, sets=[f"{GROUP}.name=a-cpu"])
+    assert (
+        "pools[small-a].executors[cpu] makes the name hb-holdback-small-a-cpu, which pools[small].executors[a-cpu] "
+        "makes too; allowed: names that differ when they are joined"
+    ) in words
+
+
+NULLS = ("gateway.config", "gateway.service", "gateway.config.drain_timeout_s", "poolDefaults.scheduler", "metrics")
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_a_null_that_takes_a_default_away_is_refused_by_name(name):
+    parent, _, key = name.rpartition(".")
+    where = f"'/{parent.replace('.', '/')}'" if parent else "''"
+    assert f"at {where}: missing property '{key}'" in refusal(SMALL, sets=[f"{name}=null"])
+
+
+EXTRAS = """
+gateway:
+  extraEnv: [{name: HOME, value: /a}, {name: A, value: "1"}, {name: A, value: "2"}, {name: HOLDBACK_GATEWAY__PORT}]
+  extraVolumes: [{name: tokenizer-small, emptyDir: {}}, {name: mine, emptyDir: {}}, {name: mine, emptyDir: {}}]
+  extraVolumeMounts: [{name: mine, mountPath: /tmp/}, {name: other, mountPath: /a}, {name: mine, mountPath: /a}]
+executorDefaults:
+  extraEnv: [{name: HOLDBACK_EXECUTOR__ADVERTISE_ADDRESS, value: "10.0.0.1"}]
+  extraVolumes: [{name: cache, emptyDir: {}}]
+  extraVolumeMounts: [{name: cache, mountPath: /var/cache/holdback}]
+poolDefaults:
+  scheduler: {extraVolumes: [{name: tls, emptyDir: {}}]}
+"""
+
+
+def test_extras_that_collide_with_the_chart_s_or_each_other_are_refused():
+    words = refusal(SMALL + EXTRAS)
+    for sentence in (
+        "gateway.extraEnv has HOME, which the chart or another entry sets; allowed: each name once",
+        "gateway.extraEnv has A, which the chart or another entry sets",
+        "gateway.extraEnv has HOLDBACK_GATEWAY__PORT, a setting of the process; allowed: in config",
+        "gateway.extraVolumes has tokenizer-small, which the chart or another entry has",
+        "gateway.extraVolumes has mine, which the chart or another entry has",
+        "gateway.extraVolumeMounts has /tmp, which the chart or another entry mounts",
+        "gateway.extraVolumeMounts has /a, which the chart or another entry mounts",
+        "gateway.extraVolumeMounts has other, which is no volume; allowed: a name of extraVolumes",
+        "pools[small].executors[cpu].extraEnv has HOLDBACK_EXECUTOR__ADVERTISE_ADDRESS, a setting of the process",
+        "pools[small].executors[cpu].extraVolumes has cache",
+        "pools[small].executors[cpu].extraVolumeMounts has /var/cache/holdback",
+        "pools[small].scheduler.extraVolumes has tls",
+    ):
+        assert sentence in words
+
+
+def test_a_release_whose_name_no_service_can_have_is_refused():
+    done = run_helm("template", "1st.one", str(CHART), values=SMALL)
+    assert done.returncode
+    assert "make names that start with 1st.one-holdback; allowed" in done.stderr
+    own = run_helm("template", "1st.one", str(CHART), "--set=fullnameOverride=first", values=SMALL)
+    assert own.returncode == 0, own.stderr

@@ -28,9 +28,6 @@ holdback/group: {{ . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* name, namespace, labels and annotations of an object. Arguments: as of holdback.selector, name, annotations, labels. */}}
@@ -39,7 +36,7 @@ name: {{ .name }}
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "holdback.labels" . | nindent 2 }}
-  {{- with .labels }}
+  {{- with merge (dict) (.labels | default dict) .root.Values.commonLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}

@@ -30,7 +30,9 @@ schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fulln
 {{- $_ := set $pool "schedulerAddress" (printf "%s.%s.svc:%d" $scheduler $root.Release.Namespace $port) -}}
 {{- $groups := list -}}
 {{- $numExecutors := 0 -}}
+{{- /* Of the groups that have executors, or where none has, of all. */ -}}
 {{- $startup := 0 -}}
+{{- $longest := 0 -}}
 {{- range $pool.executors -}}
 {{- $group := . -}}
 {{- include "holdback.fill" (dict "dst" $group "src" (deepCopy $root.Values.executorDefaults)) -}}
@@ -38,12 +40,15 @@ schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fulln
 {{- $guaranteed := ternary $group.replicas $group.autoscaling.minReplicas (eq $group.autoscaling.type "none") | int -}}
 {{- $_ := set $group "guaranteed" $guaranteed -}}
 {{- $numExecutors = add $numExecutors $guaranteed -}}
+{{- $longest = max $longest (int $group.startupTimeoutSeconds) -}}
+{{- if gt $guaranteed 0 -}}
 {{- $startup = max $startup (int $group.startupTimeoutSeconds) -}}
+{{- end -}}
 {{- $groups = append $groups $group -}}
 {{- end -}}
 {{- $_ := set $pool "executors" $groups -}}
 {{- $_ := set $pool "numExecutors" $numExecutors -}}
-{{- $_ := set $pool "startupTimeoutSeconds" $startup -}}
+{{- $_ := set $pool "startupTimeoutSeconds" ($startup | default $longest) -}}
 {{- $pools = append $pools $pool -}}
 {{- end -}}
 {{- dict "pools" $pools | toJson -}}

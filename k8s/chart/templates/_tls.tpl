@@ -26,7 +26,7 @@
 {{- else -}}
 {{- $services := ternary (list (include "holdback.gateway.name" $root) (printf "%s-grpc" (include "holdback.gateway.name" $root))) (list (dig "schedulerName" "" (.pool | default dict))) (eq .component "gateway") -}}
 {{- range $services -}}
-{{- $names = concat $names (list . (printf "%s.%s" . $root.Release.Namespace) (printf "%s.%s.svc" . $root.Release.Namespace)) -}}
+{{- $names = concat $names (list . (printf "%s.%s" . $root.Release.Namespace) (printf "%s.%s.svc" . $root.Release.Namespace) (printf "%s.%s.svc.%s" . $root.Release.Namespace $root.Values.network.clusterDomain)) -}}
 {{- end -}}
 {{- if eq .component "gateway" -}}
 {{- $names = concat $names $root.Values.tls.certManager.gatewayDnsNames -}}

@@ -5,6 +5,7 @@ keys they are, so that one run tells all of them.
 
 {{- define "holdback.validate" -}}
 {{- $problems := dict -}}
+{{- include "holdback.validate.common" (dict "root" . "problems" $problems) -}}
 {{- include "holdback.validate.tls" (dict "root" . "problems" $problems) -}}
 {{- include "holdback.validate.gateway" (dict "root" . "problems" $problems) -}}
 {{- include "holdback.validate.pools" (dict "root" . "problems" $problems) -}}
@@ -34,8 +35,40 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- end -}}
 
+{{/* Names of the release, ports, and what asks for metrics. */}}
+{{- define "holdback.validate.common" -}}
+{{- $problems := .problems -}}
+{{- $prefix := include "holdback.fullname" .root -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $prefix) -}}
+{{- $_ := set $problems (printf "the release and nameOverride make names that start with %s; allowed: small letters, digits and -, after a letter; set fullnameOverride" $prefix) true -}}
+{{- end -}}
+{{- include "holdback.validate.name" (dict "where" "the release" "name" (printf "%s-grpc" (include "holdback.gateway.name" .root)) "problems" $problems) -}}
+{{- $network := .root.Values.network -}}
+{{- if regexMatch "^(127\\.|::1$|0*:.*:0*1$)" $network.listenAddress -}}
+{{- $_ := set $problems (printf "network.listenAddress is %s, where only the pod itself reaches it; allowed: an address that others reach, as 0.0.0.0 and ::" $network.listenAddress) true -}}
+{{- end -}}
+{{- $metrics := .root.Values.metrics -}}
+{{- range $process, $port := include "holdback.ports" .root | fromJson -}}
+{{- if and $metrics.enabled (eq (int $port) (int $metrics.port)) -}}
+{{- $_ := set $problems (printf "metrics.port is %d, which is the port of %s; allowed: one of its own" (int $port) $process) true -}}
+{{- end -}}
+{{- end -}}
+{{- range list "podMonitor" "dashboard" "alerts" -}}
+{{- if and (not $metrics.enabled) (get $metrics .).enabled -}}
+{{- $_ := set $problems (printf "metrics.%s.enabled is true, but metrics.enabled is false; allowed: both or neither" .) true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "holdback.validate.gateway" -}}
 {{- $gateway := .root.Values.gateway -}}
+{{- $mounts := list "/etc/holdback/keys" -}}
+{{- $volumes := list "keys" -}}
+{{- range .root.Values.pools -}}
+{{- $volumes = append $volumes (printf "tokenizer-%s" .name) -}}
+{{- $mounts = append $mounts (printf "/tokenizers/%s" .name) -}}
+{{- end -}}
+{{- include "holdback.validate.extras" (dict "where" "gateway" "settings" $gateway "volumes" $volumes "mounts" $mounts "problems" .problems) -}}
 {{- include "holdback.validate.autoscaling" (dict "where" "gateway.autoscaling" "autoscaling" $gateway.autoscaling "problems" .problems) -}}
 {{- $grace := $gateway.terminationGracePeriodSeconds -}}
 {{- $needed := addf $gateway.preStopSeconds $gateway.config.drain_timeout_s -}}
@@ -66,6 +99,7 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- $names := list -}}
 {{- $served := list -}}
+{{- $objects := dict -}}
 {{- range $pool := $pools -}}
 {{- $where := printf "pools[%s]" $pool.name -}}
 {{- if has $pool.name $names -}}
@@ -77,6 +111,10 @@ keys they are, so that one run tells all of them.
 {{- $_ := set $problems (printf "%s.servedModelNames has %q, which another pool or name has too; allowed: each once" $where .) true -}}
 {{- end -}}
 {{- $served = append $served . -}}
+{{- end -}}
+{{- include "holdback.validate.objects" (dict "objects" $objects "where" (printf "the scheduler of %s" $where) "name" $pool.schedulerName "problems" $problems) -}}
+{{- range $pool.executors -}}
+{{- include "holdback.validate.objects" (dict "objects" $objects "where" (printf "%s.executors[%s]" $where .name) "name" .fullname "problems" $problems) -}}
 {{- end -}}
 {{- include "holdback.validate.pool" (dict "root" $root "where" $where "pool" $pool "problems" $problems) -}}
 {{- end -}}
@@ -106,6 +144,15 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- if gt (len $pool.model) 1 -}}
 {{- $_ := set $problems (printf "%s.model has %s; allowed: one of them" $where (keys $pool.model | sortAlpha | join " and ")) true -}}
+{{- end -}}
+{{- include "holdback.validate.name" (dict "where" $where "name" (include "holdback.executor.tlsName" .) "problems" $problems) -}}
+{{- include "holdback.validate.extras" (dict "where" (printf "%s.scheduler" $where) "settings" $pool.scheduler "problems" $problems) -}}
+{{- $scaled := list -}}
+{{- range $pool.executors -}}
+{{- if ne .autoscaling.type "none" -}}{{- $scaled = append $scaled .name -}}{{- end -}}
+{{- end -}}
+{{- if gt (len $scaled) 1 -}}
+{{- $_ := set $problems (printf "%s.executors %s all have autoscaling; allowed: one group of a pool, for each would answer the load of the whole pool" $where (join " and " $scaled)) true -}}
 {{- end -}}
 {{- $names := list -}}
 {{- $lengths := dict -}}
@@ -137,8 +184,22 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- end -}}
 
+{{/* No two objects of a kind with one name. */}}
+{{- define "holdback.validate.objects" -}}
+{{- $other := get .objects .name -}}
+{{- if and $other (ne $other .where) -}}
+{{- $_ := set .problems (printf "%s makes the name %s, which %s makes too; allowed: names that differ when they are joined" .where .name $other) true -}}
+{{- end -}}
+{{- $_ := set .objects .name .where -}}
+{{- end -}}
+
 {{- define "holdback.validate.group" -}}
 {{- $group := .group -}}
+{{- include "holdback.validate.extras" (dict "where" .where "settings" $group "volumes" (list "cache" "model") "mounts" (list "/var/cache/holdback" (printf "/models/%s" .pool.name)) "problems" .problems) -}}
+{{- $model := first .pool.servedModelNames -}}
+{{- if and (eq $group.autoscaling.type "hpa") (not (regexMatch "^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$" $model)) -}}
+{{- $_ := set .problems (printf "%s.autoscaling.type is hpa, but the first of servedModelNames, %q, is no label value, by which it asks for metrics; allowed: letters, digits, -, _ and ., at most 63 of them, or the type keda" .where $model) true -}}
+{{- end -}}
 {{- include "holdback.validate.name" (dict "where" .where "name" (printf "%s-compile-00000000" $group.fullname) "problems" .problems) -}}
 {{- include "holdback.validate.autoscaling" (dict "where" (printf "%s.autoscaling" .where) "autoscaling" $group.autoscaling "problems" .problems) -}}
 {{- if and (ne $group.device "simulated") (not .pool.model) -}}
