@@ -41,13 +41,12 @@ SCHEMA = {
     "gateway.extraEnv[0].name=A,gateway.extraEnv[0].value=1": "'/gateway/extraEnv/0/value': got number, want string",
     "gateway.extraEnv[1].nam=A": "additional properties 'nam' not allowed",
     "gateway.extraVolumeMounts[0].path=/a": "additional properties 'path' not allowed",
-    "commonLabels.holdback/pool=a": "'/commonLabels'",
-    "gateway.podLabels.holdback/pool=a": "'/gateway/podLabels'",
+    "commonLabels.holdback/pool=a": "'/commonLabels/holdback~1pool': false schema",
+    "gateway.podLabels.holdback/pool=a": "'/gateway/podLabels/holdback~1pool': false schema",
     "gateway.podLabels.tier=two words": "'/gateway/podLabels/tier': 'two words' does not match pattern",
-    "gateway.podAnnotations.checksum/config=a": "'/gateway/podAnnotations'",
+    "gateway.podAnnotations.checksum/config=a": "'/gateway/podAnnotations/checksum~1config': false schema",
     "gateway.ingress.hosts[0].host=http://a.b": "'/gateway/ingress/hosts/0/host': 'http://a.b' does not match pattern",
     "network.listenAddress=localhost": "'/network/listenAddress': 'localhost' does not match pattern",
-    f"{CONFIG}.num_seqs_buckets={{}}": "'/pools/0/executors/0/config/num_seqs_buckets': minItems: got 0, want 1",
     "executorDefaults.config.drain_timeout_s=null": "'/executorDefaults/config': missing property 'drain_timeout_s'",
     "gateway.autoscaling=null": "'/gateway': missing property 'autoscaling'",
     "tls.requireClientCertificates=perhaps": "'/tls/requireClientCertificates': got string, want boolean",
@@ -68,6 +67,11 @@ def test_a_pool_without_executors_and_one_without_a_name_are_refused():
     words = refusal("tls: {enabled: false}\npools: [{servedModelNames: [a], executors: []}]")
     assert "missing property 'name'" in words
     assert "'/pools/0/executors': minItems: got 0, want 1" in words
+
+
+def test_an_empty_list_of_buckets_is_refused_by_the_schema():
+    words = refusal(SMALL.replace("{name: cpu}", "{name: cpu, config: {num_seqs_buckets: []}}"))
+    assert "'/pools/0/executors/0/config/num_seqs_buckets': minItems: got 0, want 1" in words
 
 
 def test_the_number_of_a_large_port_is_not_cut():
