@@ -286,9 +286,10 @@ class Autoscaler:
         """Of each trigger's query, by its metric; a series that is missing is an error."""
         found = {}
         for trigger in self._spec["triggers"]:
-            query = re.fullmatch(r"sum\(([\w:]+)(\{.*\})\)", trigger["metadata"]["query"])
+            # The namespace is Prometheus' label, not the scheduler's.
+            query = re.fullmatch(r'sum\(([\w:]+)\{namespace="[\w-]+",(.*)\}\)', trigger["metadata"]["query"])
             assert query is not None
-            found[query[1]] = metrics[query[1] + query[2]]
+            found[query[1]] = metrics[f"{query[1]}{{{query[2]}}}"]
         return found
 
     def wanted(self, metrics: dict[str, float]) -> int:
