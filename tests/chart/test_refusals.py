@@ -248,7 +248,7 @@ gateway:
   extraVolumes: [{name: tokenizer-small, emptyDir: {}}, {name: mine, emptyDir: {}}, {name: mine, emptyDir: {}}]
   extraVolumeMounts: [{name: mine, mountPath: /tmp/}, {name: other, mountPath: /a}, {name: mine, mountPath: /a}]
 executorDefaults:
-  extraEnv: [{name: HOLDBACK_EXECUTOR__ADVERTISE_ADDRESS, value: "10.0.0.1"}]
+  extraEnv: [{name: HOLDBACK_EXECUTOR__ADVERTISE_ADDRESS, value: "10.0.0.1"}, {name: B, value: "", valueFrom: {}}]
   extraVolumes: [{name: cache, emptyDir: {}}]
   extraVolumeMounts: [{name: cache, mountPath: /var/cache/holdback}]
 poolDefaults:
@@ -268,6 +268,7 @@ def test_extras_that_collide_with_the_chart_s_or_each_other_are_refused():
         "gateway.extraVolumeMounts has /a, which the chart or another entry mounts",
         "gateway.extraVolumeMounts has other, which is no volume; allowed: a name of extraVolumes",
         "pools[small].executors[cpu].extraEnv has HOLDBACK_EXECUTOR__ADVERTISE_ADDRESS, a setting of the process",
+        "pools[small].executors[cpu].extraEnv has B with value and valueFrom; allowed: one of them",
         "pools[small].executors[cpu].extraVolumes has cache",
         "pools[small].executors[cpu].extraVolumeMounts has /var/cache/holdback",
         "pools[small].scheduler.extraVolumes has tls",
