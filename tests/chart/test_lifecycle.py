@@ -53,10 +53,10 @@ def test_a_rollout_waits_for_executors_that_others_are_ready_by():
 
 
 def test_a_group_without_replicas_does_not_lengthen_the_wait_for_an_executor():
-    groups = "[{name: cpu, startupTimeoutSeconds: 100}, {name: off, replicas: 0, startupTimeoutSeconds: 9000}]"
+    groups = "[{name: cpu, startupTimeoutSeconds: 100}, {name: spare, replicas: 0, startupTimeoutSeconds: 9000}]"
     rendered = render(SMALL.replace("[{name: cpu}]", groups))
     assert rendered.config("scheduler")["executor_loss_timeout_s"] == 100
-    assert rendered.find("Deployment", "off")["spec"]["progressDeadlineSeconds"] == 9600
+    assert rendered.find("Deployment", "spare")["spec"]["progressDeadlineSeconds"] == 9600
 
 
 def test_requests_wait_for_the_only_executor_of_a_pool_as_long_as_it_may_take_to_start(small):
