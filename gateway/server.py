@@ -197,20 +197,24 @@ async def serve(config: GatewayConfig) -> None:
 
 
 async def _start_unless(stop: asyncio.Event, server: GatewayServer) -> bool:
-    """Starts all of it; False when a signal came first. Raises what made it fail."""
+    """Starts all of it, until a signal comes; whether it serves. Raises what made it fail."""
+    listening = asyncio.create_task(server.start())
+    if not await _done_before(stop, listening):
+        return False
+    await _done_before(stop, asyncio.create_task(server.templates.start()))
+    return True
 
-    async def start() -> None:
-        await server.start()
-        await server.templates.start()
 
-    starting, stopping = asyncio.create_task(start()), asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+async def _done_before(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
+    """Waits for a task, which is cancelled when the signal comes first. Raises what the task raises."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
-    if starting.done():
-        await starting
+    if task.done():
+        await task
         return True
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     return False
 
 

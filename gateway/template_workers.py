@@ -137,6 +137,9 @@ class TemplateWorkers:
             problem = f"they took longer than {START_TIMEOUT_S:g} s to compile"
         except (asyncio.IncompleteReadError, ConnectionError):
             problem = "their process ended"
+        except asyncio.CancelledError:
+            await worker.end()
+            raise
         if problem is not None:
             await worker.end()
             raise ConfigError(f"the chat templates cannot be used: {problem}")
