@@ -74,7 +74,9 @@ class RankProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="holdback-ranks-")
         self.meeting_file = pathlib.Path(self._folder.name) / "meeting"
         self._ranks: list[_Rank] = []
-        start = Frame("config", {"config": config.model_dump(mode="json"), "meeting_file": str(self.meeting_file)})
+        # What was not set stays so: some defaults are refused where they would decide nothing.
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        start = Frame("config", {"config": settings, "meeting_file": str(self.meeting_file)})
         try:
             for number in range(1, config.tensor_parallel_size):
                 added = environment(number) if environment is not None else {}
