@@ -83,20 +83,10 @@ def warm_up(
                 build_s[key] = took_s
             timed = [GraphLatency(key.phase, key.size, at, _run(device, key, at)) for at in contexts if is_timed]
             latencies += timed
-            bar.advance(
-                partial(
-                    log.info,
-                    "graph_ready",
-                    phase=key.phase.value,
-                    size=key.size,
-                    context=key.context,
-                    latency_us={latency.context: latency.latency_us for latency in timed},
-                    is_hit=is_hit,
-                    build_s=round(took_s, 3),
-                    number=number,
-                    of=len(graphs),
-                )
-            )
+            latency_us = {latency.context: latency.latency_us for latency in timed}
+            line = {"phase": key.phase.value, "size": key.size, "context": key.context, "latency_us": latency_us}
+            build = {"is_hit": is_hit, "build_s": round(took_s, 3), "number": number, "of": len(graphs)}
+            bar.advance(partial(log.info, "graph_ready", **line, **build))
     device.reset()
     _log_summary(device, len(graphs), time.perf_counter() - started_s)
     return tuple(latencies)

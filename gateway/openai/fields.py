@@ -7,6 +7,7 @@ such as the length of a prompt, is told in the names of this protocol by `client
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -195,18 +196,18 @@ class GenerationRequest(pydantic.BaseModel):
             raise wrong("stream_options", {}, "null, unless stream is true")
 
     @property
+    @abc.abstractmethod
     def num_logprobs(self) -> int | None:
         """Most likely tokens to tell with each token; None without log-probabilities."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def input_names(self) -> list[str]:
         """What the client calls each of the prompts."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def generations(self) -> list[inference_pb2.Generation]:
         """One message for each prompt. Ids are left to the gateway."""
-        raise NotImplementedError
 
     @property
     def token_limit(self) -> tuple[str, int | None]:

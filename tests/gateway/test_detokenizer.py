@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -20,6 +21,11 @@ SYLLABLE = "\uac00"
 @functools.cache
 def table(kind: str) -> TokenTable:
     return TokenTable(make_tokenizer(kind))
+
+
+@functools.cache
+def shipped_tokenizer(directory: pathlib.Path) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def pieces_of(kind: str, prompt: list[int], output: list[int], *, keep_special_tokens: bool = False) -> list[str]:
@@ -58,6 +64,18 @@ def token_lists(kind: str, max_size: int = 24) -> st.SearchStrategy[list[int]]:
     single = ids.filter(lambda i: i not in is_byte).map(lambda i: (i,))
     parts = st.one_of(single, characters) if is_byte else single
     return st.lists(parts, max_size=max_size).map(lambda found: [i for part in found for i in part])
+
+
+@pytest.mark.model
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_pieces_of_the_shipped_vocabulary_concatenate_too(model_directory: pathlib.Path, data: st.DataObject) -> None:
+    tokenizer = shipped_tokenizer(model_directory)
+    ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=24)
+    prompt, output, keep = data.draw(ids), data.draw(ids), data.draw(st.booleans())
+    detokenizer = Detokenizer(TokenTable(tokenizer), prompt, keep_special_tokens=keep)
+    pieces = [*map(detokenizer.add, output), detokenizer.flush()]
+    assert "".join(pieces) == added_text(tokenizer, prompt, output, keep)
 
 
 @pytest.mark.case("B41")
