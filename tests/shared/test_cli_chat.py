@@ -183,6 +183,20 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt(self, text: str) -> None:
+        """Presses Ctrl-C until a text has been shown.
+
+        Python's readline module leaves a signal that comes after it has shown its prompt, and before it waits for
+        input, until the next key.
+        """
+        deadline = time.monotonic() + 20
+        while text not in self.text:
+            assert time.monotonic() < deadline, f"{text!r} did not come after {self.text!r}"
+            self.type("\x03")
+            while select.select([self.master], [], [], 1)[0] and text not in self.text:
+                self.text += os.read(self.master, 4096).decode()
+        self.text = self.text.partition(text)[2]
+
     def close(self) -> None:
         if self.child.poll() is None:
             self.child.kill()
@@ -210,8 +224,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(gateway: MockGateway, terminal:
     terminal.expect("Bye")
     assert said(gateway, 1) == [("user", "Tell me a story"), ("assistant", "Once upon"), ("user", "Enough")]
     terminal.expect("> ")
-    terminal.type("\x03")  # there is no answer to stop
-    terminal.expect("/quit or Ctrl-D ends")
+    terminal.interrupt("/quit or Ctrl-D ends")  # there is no answer to stop
     terminal.expect("> ")
     terminal.type("\x04")
     assert terminal.child.wait(20) == 0
