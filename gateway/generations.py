@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
@@ -49,7 +50,9 @@ class Generations:
         self.pools = pools
         self._tracer = tracer
         self._runs: dict[tuple[str, str], GenerationRun] = {}  # by the name of a caller and the id it gave
-        self.num_errors = Counter[tuple[str, ErrorReason]]()
+        # Each is there from the start: Prometheus sees no increase in a series that begins with its first error.
+        names = ("", *(pool.names[0] for pool in pools))
+        self.num_errors = Counter(dict.fromkeys(itertools.product(names, ErrorReason), 0))
         self._num_running = Counter[tuple[str, str]]()  # by the name of a caller and what is counted
         self._idle = asyncio.Event()
         self._idle.set()

@@ -25,7 +25,7 @@ from gateway.detokenizer import Detokenizer
 from gateway.generation import CallContext, GenerationRun, prompt_text, seed_of_choice
 from gateway.generations import Generations
 from gateway.limits import check_generation
-from gateway.openai.errors import error_object, error_response
+from gateway.openai.errors import CLIENT_CLOSED, error_object, error_response
 from gateway.openai.events import DONE, Events, error_event, merged
 from gateway.openai.fields import GenerationRequest
 from gateway.openai.logprobs import TextOffsets
@@ -82,7 +82,8 @@ class Answer(Response):
             if answering.done():
                 answering.result()
             else:
-                observation_of(scope).error = CLIENT_LEFT
+                observation = observation_of(scope)
+                observation.error, observation.status = CLIENT_LEFT, CLIENT_CLOSED  # also of a stream that had begun
         except asyncio.CancelledError:
             observation_of(scope).error = CUT_OFF
             raise

@@ -39,7 +39,7 @@ class Observation:
         trace_id: of its trace, where it has one.
         caller: name of the API key.
         error: reason of the error that ended it, one within a stream included.
-        status: of the response; 499 for a client that left before it.
+        status: of the response; 499 for a client that left before its end.
     """
 
     began_at: float = field(default_factory=time.monotonic)

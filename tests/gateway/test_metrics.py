@@ -171,6 +171,15 @@ async def test_what_a_client_resumes_with_was_counted_elsewhere(
     assert ended(shown) == {"length": 1}
 
 
+async def test_the_first_error_is_an_increase_for_its_series_was_there_before(gateway: GatewayServer) -> None:
+    """Prometheus sees none in a series that begins with 1."""
+    shown = await read(gateway)
+    for model_name in ("toy", ""):
+        for reason in ErrorReason:
+            series = shown.matching("holdback:request_errors_total", {"model_name": model_name, "reason": reason.value})
+            assert series == [0], reason
+
+
 async def test_errors_are_counted_by_their_reason(
     client: AsyncClient, gateway: GatewayServer, scheduler: ScriptedScheduler
 ) -> None:

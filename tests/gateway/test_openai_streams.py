@@ -110,7 +110,9 @@ async def test_a_client_that_leaves_a_stream_ends_its_requests_at_once(
         assert aborted == {add.spec.request_id for add in adds}
         while not (found := [line for line in lines if line.get("path") == "/v1/completions"]):
             await http.get("/health/live")  # the line is written when all has ended
-    assert (found[0]["status"], found[0]["error"]) == (200, "CLIENT_LEFT")
+    assert (found[0]["status"], found[0]["error"]) == (499, "CLIENT_LEFT")
+    counted = [line for line in (await http.get("/metrics")).text.splitlines() if 'route="/v1/completions"' in line]
+    assert counted == ['holdback:http_requests_total{method="POST",route="/v1/completions",status="499"} 1.0']
 
 
 @pytest.mark.case("B56")

@@ -163,3 +163,22 @@ async def test_every_metric_is_shown_and_moves_and_a_lost_executor_doubles_nothi
     assert gateway.of("vllm:prompt_tokens_cached_total") == scheduler.of("vllm:prefix_cache_hits_total")
     assert scheduler.of("holdback:request_moves_total", cause="loss") >= 1
     assert scheduler.of("holdback:executors_left_total", cause="loss") == 1
+
+
+async def test_each_choice_looks_up_its_prompt_and_the_gateway_counts_the_prompt_once(metered):
+    names = {
+        "Gateway": ("vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total"),
+        "Scheduler": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    }
+
+    async def counts() -> dict[str, list[float]]:
+        shown = await read_all(metered)
+        return {title: [shown[title][0].of(name) for name in names[title]] for title in names}
+
+    before = await counts()
+    async with AsyncClient(metered.gateway_address, timeout_s=60) as client:
+        answer = await client.generate(token_ids=[18] * 64, n=3, max_tokens=2, ignore_eos=True)
+    after = await counts()
+    grown = {title: [b - a for a, b in zip(before[title], after[title], strict=True)] for title in names}
+    assert answer.usage.cached_tokens == 0
+    assert grown == {"Gateway": [64, 0], "Scheduler": [192, 96]}
