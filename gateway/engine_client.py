@@ -310,9 +310,9 @@ class EngineClient:
         token_ids = list(updates.token_ids)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if updates.logprobs else []
         for entry in updates.logprobs:
-            if entry.token_index >= len(token_ids):
+            if entry.token_index >= len(token_ids) or logprobs[entry.token_index] is not None:
                 raise InvalidArgumentError.of(
-                    "updates.logprobs.token_index", entry.token_index, f"[0, {len(token_ids)})"
+                    "updates.logprobs.token_index", entry.token_index, f"[0, {len(token_ids)}), each once"
                 )
             logprobs[entry.token_index] = codec.decode_logprobs(entry.logprobs)
         start = 0

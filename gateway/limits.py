@@ -223,14 +223,8 @@ def _check_sampling(message: types_pb2.SamplingParams) -> None:
 
 
 def _check_biases(biases: Sequence[types_pb2.LogitBias]) -> None:
-    seen = set()
     for index, entry in enumerate(biases):
         _check_range(f"sampling.logit_bias[{index}].bias", entry.bias, BIAS_RANGE)
-        if entry.token_id in seen:
-            raise InvalidArgumentError.of(
-                f"sampling.logit_bias[{index}].token_id", entry.token_id, "at most one entry per token"
-            )
-        seen.add(entry.token_id)
 
 
 def _check_stop(stop: Sequence[str]) -> None:

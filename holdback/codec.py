@@ -265,12 +265,14 @@ def encode_runner_output(output: ModelRunnerOutput) -> executor_pb2.ModelRunnerO
 
 
 def decode_runner_output(message: executor_pb2.ModelRunnerOutput) -> ModelRunnerOutput:
-    """Raises InvalidArgumentError for log-probabilities of a row that is not there."""
+    """Raises InvalidArgumentError for log-probabilities of a row that is not there, or that has some already."""
     tokens = list(message.sampled_token_ids)
     logprobs: list[TokenLogprobs | None] = [None] * len(tokens) if message.logprobs else []
     for entry in message.logprobs:
         if entry.row >= len(tokens):
             raise InvalidArgumentError.of("logprobs.row", entry.row, f"[0, {len(tokens)})")
+        if logprobs[entry.row] is not None:
+            raise InvalidArgumentError.of("logprobs.row", entry.row, "each row once")
         logprobs[entry.row] = decode_logprobs(entry.logprobs)
     timings = StepTimings(message.timings.queue_us, message.timings.device_us, message.timings.host_us)
     return ModelRunnerOutput(message.step, tokens, logprobs, list(message.failed_rows), timings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdback.errors import InvalidArgumentError
 from holdback.types import (
     FinishReason,
@@ -99,7 +101,11 @@ def encode_sampling(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def decode_sampling(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields have the defaults of `SamplingParams`; a `top_k` of 0 or -1 is None. Values are not checked."""
+    """Unset fields have the defaults of `SamplingParams`; a `top_k` of 0 or -1 is None. Values are not checked.
+
+    Raises:
+        InvalidArgumentError: two biases of one token, of which only one could be kept.
+    """
     values = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
         **values,
@@ -108,9 +114,19 @@ def decode_sampling(message: types_pb2.SamplingParams) -> SamplingParams:
         allowed_token_ids=(
             tuple(message.allowed_token_ids.token_ids) if message.HasField("allowed_token_ids") else None
         ),
-        logit_bias={entry.token_id: entry.bias for entry in message.logit_bias},
+        logit_bias=_decode_logit_bias(message.logit_bias),
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
     )
+
+
+def _decode_logit_bias(entries: Sequence[types_pb2.LogitBias]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for index, entry in enumerate(entries):
+        if entry.token_id in biases:
+            field = f"sampling.logit_bias[{index}].token_id"
+            raise InvalidArgumentError.of(field, entry.token_id, "at most one entry per token")
+        biases[entry.token_id] = entry.bias
+    return biases
 
 
 def encode_logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:

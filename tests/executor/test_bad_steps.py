@@ -71,6 +71,11 @@ def token_outside(message: Message) -> None:
     message.new_requests[0].spec.prompt_token_ids[1] = 116
 
 
+def two_biases(message: Message) -> None:
+    for bias in (1.0, 1.0):
+        message.new_requests[0].spec.sampling.logit_bias.add(token_id=5, bias=bias)
+
+
 # Each is the change of a good step: a new request (step 1), or a decode of the one that runs (step 2).
 OF_A_NEW_REQUEST = [
     (changed("step", 0), "step is 0; allowed: 1, the next one"),
@@ -86,6 +91,7 @@ OF_A_NEW_REQUEST = [
     (in_new("slot", 4), "slot is 4; allowed: [0, 4)"),
     (in_new("num_computed_tokens", 4), "num_computed_tokens is 4; allowed: a multiple of 4 below 3"),
     (token_outside, "token id is 116; allowed: [0, 116)"),
+    (two_biases, "sampling.logit_bias[1].token_id is 5; allowed: at most one entry per token"),
     (with_blocks(0), "block is 0; allowed: [1, 17); block 0 is the null block"),
     (with_blocks(17), "block is 17; allowed: [1, 17)"),
     (with_blocks(1), "block to write to is 1; allowed: one that no block table has"),

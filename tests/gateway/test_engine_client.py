@@ -354,6 +354,16 @@ async def test_lists_that_do_not_fit_each_other_break_the_stream(
     assert (await scheduler.next_add()).spec.generation == 1
 
 
+async def test_log_probabilities_that_come_twice_for_a_token_break_the_stream(
+    engine: EngineClient, scheduler: ScriptedScheduler
+) -> None:
+    engine.submit(spec(), MODEL)
+    add = await scheduler.next_add()
+    twice = [scheduler_pb2.UpdateLogprobs(token_index=0)] * 2
+    scheduler.send(handles=[add.handle], output_indices=[0], token_ids=[1], logprobs=twice)
+    assert (await scheduler.next_add()).spec.generation == 1
+
+
 async def test_closing_ends_what_is_open(scheduler: ScriptedScheduler) -> None:
     engine = make_engine(scheduler.target)
     engine.start()

@@ -273,6 +273,15 @@ def test_a_top_k_of_0_or_minus_1_keeps_all_tokens(top_k):
     assert codec.decode_sampling(types_pb2.SamplingParams(top_k=top_k)).top_k is None
 
 
+@pytest.mark.parametrize("bias", [1.5, -2.0])
+def test_a_token_that_has_two_biases_is_refused_even_where_they_are_equal(bias):
+    entries = [types_pb2.LogitBias(token_id=token_id, bias=1.5) for token_id in (0, 3)]
+    message = types_pb2.SamplingParams(logit_bias=[*entries, types_pb2.LogitBias(token_id=3, bias=bias)])
+    with pytest.raises(InvalidArgumentError, match="is 3; allowed: at most one entry per token") as caught:
+        codec.decode_sampling(message)
+    assert caught.value.field == "sampling.logit_bias[2].token_id"
+
+
 def test_a_runner_output_comes_back_as_it_was():
     logprobs = TokenLogprobs(5, -0.5, (5, 6), (-0.5, -2.0))
     output = ModelRunnerOutput(7, [5, 9], [logprobs, None], [1], StepTimings(1, 2, 3))
@@ -289,6 +298,14 @@ def test_logprobs_of_a_row_that_is_not_there_are_refused():
     message = executor_pb2.ModelRunnerOutput(sampled_token_ids=[1])
     message.logprobs.add(row=1)
     with pytest.raises(InvalidArgumentError, match=r"logprobs\.row is 1"):
+        codec.decode_runner_output(message)
+
+
+def test_logprobs_that_come_twice_for_a_row_are_refused():
+    message = executor_pb2.ModelRunnerOutput(sampled_token_ids=[1, 2])
+    for row in (0, 1, 1):
+        message.logprobs.add(row=row)
+    with pytest.raises(InvalidArgumentError, match=r"logprobs\.row is 1; allowed: each row once"):
         codec.decode_runner_output(message)
 
 
