@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdback.cli import main
-from holdback.errors import ErrorReason, InternalError, InvalidArgumentError
+from holdback.cli import generate, main
+from holdback.errors import ErrorReason, InternalError, InvalidArgumentError, UnavailableError
 from holdback.testing import Answer, MockGateway
 
 pytestmark = pytest.mark.loopback
@@ -131,6 +131,36 @@ def test_several_addresses_come_from_flags_or_the_environment(
     assert [len(each.calls) for each in (gateway, second)] == [2, 1]
 
 
+def test_generate_can_wait_until_somebody_serves_it(
+    gateway: MockGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "WAIT_S", 0.01)
+    nobody = UnavailableError("no executor", reason=ErrorReason.NO_EXECUTOR)
+    gateway.script(Answer(error=nobody), Answer(error=nobody), Answer("there"))
+    assert main(["generate", "Hi", "--wait", "--timeout", "60"]) == 0
+    assert capsys.readouterr().out == "there\n"
+    assert len(gateway.calls) == 3
+
+
+def test_generate_waits_for_no_longer_than_its_timeout_and_only_for_what_comes_with_time(
+    gateway: MockGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "WAIT_S", 0.01)
+    nobody = UnavailableError("no executor", reason=ErrorReason.NO_EXECUTOR)
+    gateway.script(*[Answer(error=nobody)] * 1000)
+    assert main(["generate", "Hi", "--wait", "--timeout", "0.3"]) == 1
+    assert 1 < len(gateway.calls) < 60
+    wrong = InvalidArgumentError("top_p is 2")
+    with MockGateway(Answer(error=wrong)) as second:
+        assert main(["generate", "Hi", "--wait", "--timeout", "60", "--address", second.address]) == 1
+        assert len(second.calls) == 1
+    capsys.readouterr()
+    with MockGateway(Answer(error=nobody)) as third:
+        assert main(["generate", "Hi", "--timeout", "60", "--address", third.address]) == 1
+        assert len(third.calls) == 1
+    assert capsys.readouterr().err == "holdback generate: no executor\n"
+
+
 def test_generate_sends_a_chat_or_the_plain_text(
     gateway: MockGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +180,7 @@ def test_generate_sends_a_chat_or_the_plain_text(
 AT_TERMINAL = """
 import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from holdback.cli import main
+from holdback.cli import generate, main
 sys.exit(main(["chat"]))
 """
 
