@@ -42,6 +42,8 @@ MAX_PENDING_CALLS = 100_000
 ERROR_DOMAIN = "holdback"
 MAX_STATUS_MESSAGE_CHARS = 1000  # statuses travel as HTTP/2 headers, which peers bound at 8 KiB
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+LOST_STATUS = "Internal error from Core"
+"""What grpc.aio says, as INTERNAL, of a stream that ended while a message was written to it. No other status is kept."""
 
 STATUS_CODES: dict[type[HoldbackError], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
@@ -205,6 +207,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: HoldbackErro
 
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> HoldbackError:
     """The exception that the other side meant. A status without our details becomes the class of its code."""
+    if failure.code() is grpc.StatusCode.INTERNAL and failure.details() == LOST_STATUS:
+        return UnavailableError("the stream ended while a message was written to it, and its reason was lost")
     number: int = failure.code().value[0]
     message = failure.details() or failure.code().name
     for key, value in failure.trailing_metadata() or ():

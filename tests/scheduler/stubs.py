@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from holdback import codec, rpc
 from holdback.errors import HoldbackError
@@ -46,6 +48,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     Attributes:
         may_step: steps are answered while this is set.
+        hangs_after: answers so many steps and no more.
         tamper: changes each output before it is sent.
         fails_with: ends the stream at the next step.
         says_more: sends messages of a kind that is not known yet.
@@ -67,6 +70,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.executor_id = executor_id
         self.may_step = asyncio.Event()
         self.may_step.set()
+        self.hangs_after: int | None = None
         self.tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda output: output
         self.fails_with: HoldbackError | None = None
         self.says_more = False
@@ -147,10 +151,16 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             self.ended.set_result(rpc.error_from_rpc(error))
 
     async def _beat(self, interval_s: float) -> None:
-        number = 0
-        while not self._is_silent:
-            await self._register.write(scheduler_pb2.RegisterRequest(heartbeat=scheduler_pb2.Heartbeat(number=number)))
-            number += 1
+        """Not by `write`, which would replace the status of a stream that ends meanwhile by one of its own."""
+        call: Any = self._register._cython_call  # type: ignore[attr-defined]
+        for number in itertools.count():
+            if self._is_silent:
+                return
+            message = scheduler_pb2.RegisterRequest(heartbeat=scheduler_pb2.Heartbeat(number=number))
+            try:
+                await call.send_serialized_message(message.SerializeToString())
+            except cygrpc.InternalError:
+                return
             await asyncio.sleep(interval_s)
 
     async def Execute(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -166,6 +176,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         decoder, executor = codec.StepDecoder(), ArithmeticExecutor()
         while (request := await context.read()) is not grpc.aio.EOF:
             output = executor.execute(decoder.decode(request.step))
+            if self.num_steps == self.hangs_after:
+                self.may_step.clear()
+                self.condition.changed()
             await self.may_step.wait()
             if self.fails_with is not None:
                 failed = codec.encode_execution_failed(self.fails_with)

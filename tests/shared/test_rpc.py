@@ -2,12 +2,20 @@
 
 import asyncio
 import inspect
+import pathlib
 
 import grpc
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from holdback import errors, rpc
-from holdback.errors import ErrorReason, InvalidArgumentError, ResourceExhaustedError
+from holdback.errors import (
+    ErrorReason,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from holdback.v1 import errors_pb2
 
 CONCRETE = [
@@ -79,6 +87,15 @@ async def test_a_status_says_when_to_try_again():
     back = rpc.error_from_rpc(await call(ResourceExhaustedError("queue is full", retry_after_s=2.5)))
     assert isinstance(back, ResourceExhaustedError)
     assert back.retry_after_s == 2.5
+
+
+def test_a_stream_whose_status_grpc_lost_counts_as_broken_not_as_a_fault_of_the_other_side():
+    empty = grpc.aio.Metadata()
+    lost = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, rpc.LOST_STATUS)
+    assert type(rpc.error_from_rpc(lost)) is UnavailableError
+    meant = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, "a bug")
+    assert type(rpc.error_from_rpc(meant)) is InternalError
+    assert rpc.LOST_STATUS.encode() in pathlib.Path(cygrpc.__file__).read_bytes()  # it still says so
 
 
 @pytest.mark.loopback
