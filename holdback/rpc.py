@@ -43,7 +43,7 @@ ERROR_DOMAIN = "holdback"
 MAX_STATUS_MESSAGE_CHARS = 1000  # statuses travel as HTTP/2 headers, which peers bound at 8 KiB
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 LOST_STATUS = "Internal error from Core"
-"""What grpc.aio says, as INTERNAL, of a stream that ended while a message was written to it. No other status is kept."""
+"""What grpc.aio says, as INTERNAL, of a stream that ended while a message was written to it. It keeps no reason."""
 
 STATUS_CODES: dict[type[HoldbackError], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
