@@ -44,11 +44,12 @@ class Authentication(grpc.aio.ServerInterceptor):
         try:
             _CALLER.set(self._access.authenticate(None if header is None else str(header)))
         except HoldbackError as error:
-            return grpc.unary_unary_rpc_method_handler(partial(_refuse, error))
+            # of this kind whatever the method's own: such a handler is called before a message is waited for
+            return grpc.stream_unary_rpc_method_handler(partial(_refuse, error))
         return await continuation(details)
 
 
-async def _refuse(error: HoldbackError, request: bytes, context: Context) -> None:
+async def _refuse(error: HoldbackError, requests: AsyncIterator[bytes], context: Context) -> None:
     await rpc.abort(context, error)
 
 

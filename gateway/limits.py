@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from holdback import codec
 from holdback.errors import ErrorReason, InvalidArgumentError
@@ -187,6 +186,12 @@ def check_num_tokens(field: str, num_tokens: int) -> None:
         raise _size_error(field, num_tokens, "entries", f"at most {MAX_TOKEN_IDS}")
 
 
+def check_num_entries(field: str, num_entries: int, *, least: int = 0, most: int = MAX_TOKEN_ID_LIST) -> None:
+    """Not more entries than a list may have, nor fewer. Raises InvalidArgumentError."""
+    if not least <= num_entries <= most:
+        raise _size_error(field, num_entries, "entries", f"[{least}, {most}]")
+
+
 def check_bytes(field: str, text: str, limit: int) -> None:
     """Text of at most `limit` bytes of UTF-8. Raises InvalidArgumentError."""
     size = len(text) if text.isascii() else len(text.encode())
@@ -215,10 +220,10 @@ def _check_sampling(message: types_pb2.SamplingParams) -> None:
         raise InvalidArgumentError.of("sampling.top_k", message.top_k, "at least 1; 0 or -1 for all")
     if message.HasField("max_tokens") and message.max_tokens < 1:
         raise InvalidArgumentError.of("sampling.max_tokens", message.max_tokens, "at least 1")
-    _check_list("sampling.stop_token_ids", message.stop_token_ids)
+    check_num_entries("sampling.stop_token_ids", len(message.stop_token_ids))
     if message.HasField("allowed_token_ids"):
-        _check_list("sampling.allowed_token_ids", message.allowed_token_ids.token_ids, least=1)
-    _check_list("sampling.logit_bias", message.logit_bias)
+        check_num_entries("sampling.allowed_token_ids", len(message.allowed_token_ids.token_ids), least=1)
+    check_num_entries("sampling.logit_bias", len(message.logit_bias))
     _check_biases(message.logit_bias)
 
 
@@ -228,7 +233,7 @@ def _check_biases(biases: Sequence[types_pb2.LogitBias]) -> None:
 
 
 def _check_stop(stop: Sequence[str]) -> None:
-    _check_list("stop", stop, most=MAX_STOP_STRINGS)
+    check_num_entries("stop", len(stop), most=MAX_STOP_STRINGS)
     for index, text in enumerate(stop):
         if not text:
             raise InvalidArgumentError.of(f"stop[{index}]", text, f"1 to {MAX_STOP_STRING_BYTES} bytes")
@@ -243,11 +248,6 @@ def _check_resumption(message: inference_pb2.Generation, n: int) -> None:
         raise InvalidArgumentError.of("n", n, "1, to resume from output_token_ids")
     if not message.sampling.HasField("seed"):
         raise _unset_error("sampling.seed", "the seed of the first message, to resume from output_token_ids")
-
-
-def _check_list(field: str, entries: Sequence[Any], *, least: int = 0, most: int = MAX_TOKEN_ID_LIST) -> None:
-    if not least <= len(entries) <= most:
-        raise _size_error(field, len(entries), "entries", f"[{least}, {most}]")
 
 
 def _check_range(field: str, value: float, allowed: Range) -> None:

@@ -11,7 +11,7 @@ import re
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from gateway.limits import RANGES
+from gateway.limits import RANGES, check_num_entries
 from holdback.errors import InvalidArgumentError
 from holdback.v1 import inference_pb2, types_pb2
 
@@ -123,6 +123,7 @@ def _decode_sampling(params: vllm_engine_pb2.SamplingParams) -> types_pb2.Sampli
                 "sampling_params.logprobs", params.logprobs, f"{RANGES['num_logprobs']}; -1 for all is not supported"
             )
         message.num_logprobs = params.logprobs
+    check_num_entries("sampling_params.logit_bias", len(params.logit_bias))
     for token_id, bias in params.logit_bias.items():
         if token_id < 0:
             raise InvalidArgumentError.of("sampling_params.logit_bias", token_id, "token ids of at least 0")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import pathlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -219,6 +220,20 @@ async def test_no_rpc_answers_without_a_known_key(guarded: GatewayServer, secret
             with pytest.raises(UnauthenticatedError) as caught:
                 await call()
             assert caught.value.reason is ErrorReason.UNAUTHENTICATED
+
+
+async def test_a_call_without_a_key_is_refused_before_its_message_has_come(guarded: GatewayServer) -> None:
+    async with rpc.create_channel(f"127.0.0.1:{guarded.port}") as channel:
+        call: Any = channel.stream_unary("/holdback.v1.InferenceService/Generate")
+        never = asyncio.Event()
+
+        async def message_that_is_on_its_way() -> AsyncIterator[bytes]:
+            await never.wait()
+            yield b""
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(message_that_is_on_its_way(), timeout=10)
+        assert isinstance(rpc.error_from_rpc(caught.value), UnauthenticatedError)
 
 
 async def test_a_known_key_is_served(guarded: GatewayServer, scheduler: ScriptedScheduler) -> None:

@@ -142,6 +142,11 @@ async def test_a_value_out_of_range_is_refused_under_the_name_it_was_sent_by(
     assert (error.details() or "").startswith(field)
 
 
+async def test_biases_are_counted_before_they_are_looked_at(stub: Any) -> None:
+    error = await failure(stub.Generate(request(logit_bias=dict.fromkeys(range(-1, 1024), 1.0)), timeout=20))
+    assert error.details() == "sampling_params.logit_bias has 1025 entries; allowed: [0, 1024]"
+
+
 async def test_token_ids_are_named_as_they_were_sent(stub: Any) -> None:
     message = request()
     message.tokenized.input_ids.append(512)
