@@ -26,6 +26,9 @@ from holdback.errors import ConfigError, InternalError
 MAX_PENDING_BYTES = 3
 """An incomplete UTF-8 character is at most this long."""
 
+DECODED_AT_ONCE = 16 * 1024
+"""Tokens that are turned into text in one go, which takes Python's lock for a few milliseconds."""
+
 SUPPORTED_DECODERS = ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
 
 
@@ -182,6 +185,18 @@ class Detokenizer:
         self._has_begun = True
         return self._decode(self._table.at_start(token_id))
 
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """The text of several tokens, as of one after the other: faster, for each of them is looked at once."""
+        start = 0
+        first = ""
+        while start < len(token_ids) and not self._has_begun:
+            first += self.add(token_ids[start])
+            start += 1
+        rest = token_ids[start:]
+        shown = {token_id: self._table.in_middle(token_id) for token_id in set(rest) if self._is_shown(token_id)}
+        self._has_output = self._has_output or bool(shown)
+        return first + self._decode(b"".join([shown[token_id] for token_id in rest if token_id in shown]))
+
     def flush(self) -> str:
         """The rest at the end of the output: U+FFFD if it ends within a character, else nothing."""
         return self._utf8.decode(b"", final=True) if self._has_output else ""
@@ -210,11 +225,12 @@ class Detokenizer:
 
 
 def decode(
-    table: TokenTable, token_ids: Iterable[int], *, keep_special_tokens: bool = False, whole_only: bool = False
+    table: TokenTable, token_ids: Sequence[int], *, keep_special_tokens: bool = False, whole_only: bool = False
 ) -> str:
     """All tokens at once, by the same rules; `whole_only` leaves out a character that is incomplete at the end."""
     detokenizer = Detokenizer(table, keep_special_tokens=keep_special_tokens)
-    text = "".join(map(detokenizer.add, token_ids))
+    starts = range(0, len(token_ids), DECODED_AT_ONCE)
+    text = "".join([detokenizer.add_all(token_ids[start : start + DECODED_AT_ONCE]) for start in starts])
     return text if whole_only else text + detokenizer.flush()
 
 

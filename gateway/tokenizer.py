@@ -3,6 +3,8 @@
 Special tokens are added once. A prompt of plain text gets what the model's tokenizer.json adds (usually BOS, often
 nothing); if the text itself begins with the BOS string, that one counts and no second is added. A rendered chat gets
 none, for its template wrote them. As in transformers, `add_bos_token` beside a tokenizer.json means nothing.
+
+What is long has threads of its own, so that what is short never waits behind it; what is long may wait for its like.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import asyncio
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -23,7 +26,14 @@ from holdback.types import ModelInfo
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_THREADS = 4
+LONG_TEXT_CHARS = 64 * 1024
+LONG_NUM_TOKENS = 16 * 1024
+"""What takes more than some tens of milliseconds."""
+
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -41,7 +51,9 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, files: dict[str, Any], chat_template: str | None) -> None:
         config = files["tokenizer_config.json"]
         self._backend = backend
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenizer")
+        num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_threads = ThreadPoolExecutor(max(1, num_threads // 2), thread_name_prefix="tokenizer-long")
         backend.no_truncation()
         backend.no_padding()
         self.table = TokenTable(backend)
@@ -81,17 +93,15 @@ class Tokenizer:
 
     async def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that already has its special tokens, as a chat template writes it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+        return await self._run(lambda: self._encode(text), is_long=len(text) > LONG_TEXT_CHARS)
 
     async def decode(
         self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, whole_only: bool = False
     ) -> str:
         """Text of token ids, as `detokenizer.decode` says."""
-
-        def run() -> str:
-            return decode(self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        is_long = len(token_ids) > LONG_NUM_TOKENS
+        run = partial(decode, self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
+        return await self._run(run, is_long=is_long)
 
     def mismatch(self, model: ModelInfo) -> str | None:
         """Why this tokenizer cannot serve the model, with the numbers; None if it can.
@@ -115,7 +125,12 @@ class Tokenizer:
         return None
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T], *, is_long: bool) -> T:
+        threads = self._long_threads if is_long else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _encode(self, text: str) -> list[int]:
         # `encode` of one text holds Python's lock for as long as it takes, seconds for a megabyte; this does not.

@@ -95,6 +95,17 @@ def test_pieces_concatenate_to_what_the_output_adds_to_the_prompt(kind: str, dat
     assert "".join(pieces_of(kind, prompt, output, keep_special_tokens=keep)) == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@example(token_ids=byte_ids(make_tokenizer("byte_level"), b"a\xed\xa0\x80b\xe0\xa1"), cut=3, keep=False)
+@given(token_ids=st.lists(st.integers(0, 399), max_size=24), cut=st.integers(0, 24), keep=st.booleans())
+def test_tokens_at_once_give_the_text_of_one_after_the_other(
+    kind: str, token_ids: list[int], cut: int, keep: bool
+) -> None:
+    at_once = Detokenizer(table(kind), keep_special_tokens=keep)
+    pieces = [at_once.add_all(token_ids[:cut]), at_once.add_all(token_ids[cut:]), at_once.flush()]
+    assert "".join(pieces) == "".join(pieces_of(kind, [], token_ids, keep_special_tokens=keep))
+
+
 @pytest.mark.case("B41")
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_half_a_surrogate_pair_in_the_prompt_is_not_shown_again(kind: str) -> None:

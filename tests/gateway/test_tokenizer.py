@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -14,10 +15,10 @@ import pytest
 import transformers
 from tokenizers import processors
 
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import MAX_THREADS, Tokenizer
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
-from tests.gateway.small_tokenizers import KINDS, make_tokenizer, save_directory, with_bos
+from tests.gateway.small_tokenizers import KINDS, byte_ids, make_tokenizer, save_directory, with_bos
 
 
 def model_info(**changes: object) -> ModelInfo:
@@ -162,3 +163,27 @@ async def test_a_long_text_does_not_hold_the_event_loop(tmp_path: pathlib.Path) 
         longest, last = max(longest, now - last), now
     assert len(await encoding) == 400_000
     assert longest < (last - began) / 2
+
+
+async def test_what_is_short_does_not_wait_for_long_texts_of_others(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    may_go_on = threading.Event()
+
+    def encode(text: str) -> list[int]:
+        assert len(text) == 2 or may_go_on.wait(30)
+        return [len(text)]
+
+    monkeypatch.setattr(tokenizer, "_encode", encode)
+    others = [asyncio.create_task(tokenizer.encode("x" * 100_000)) for _ in range(2 * MAX_THREADS)]
+    long_answer = asyncio.create_task(tokenizer.decode([5] * 20_000))
+    try:
+        assert await asyncio.wait_for(tokenizer.encode("hi"), 10) == [2]
+        assert await asyncio.wait_for(tokenizer.decode(byte_ids(make_tokenizer("byte_level"), b"hi")), 10) == "hi"
+        assert not long_answer.done()
+    finally:
+        may_go_on.set()
+    assert await asyncio.gather(*others) == [[100_000]] * len(others)
+    await long_answer
+    tokenizer.close()
