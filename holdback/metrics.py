@@ -10,10 +10,8 @@ meanwhile. It is HTTP/1.1 with one request for each connection, since a scrape c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import itertools
-import ssl
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -167,16 +165,12 @@ class MetricsServer:
     def __init__(self, text: Callable[[], bytes], tls: Tls = NO_TLS) -> None:
         self._text = text
         self._tls = tls
-        self._stamp = tls.stamp()
-        self._context: ssl.SSLContext | None = None
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, 0 takes a free one. Raises ConfigError when it cannot."""
-        context = self._context = self._tls.http_context()
-        if context is not None:
-            context.sni_callback = self._use_newest_files
+        context = self._tls.http_context()
         try:
             self._server = await asyncio.start_server(
                 self._accept, host, port, ssl=context, limit=MAX_HEAD_BYTES, reuse_address=True
@@ -238,12 +232,3 @@ class MetricsServer:
         if method != b"GET":
             return "405 Method Not Allowed", b"GET is what there is\n"
         return "200 OK", self._text()
-
-    def _use_newest_files(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Called in each handshake: files that have changed count from the next one on."""
-        stamp = self._tls.stamp()
-        if stamp != self._stamp:
-            with contextlib.suppress(ConfigError, OSError):  # half written, perhaps; the next handshake looks again
-                self._context, self._stamp = self._tls.http_context(), stamp
-        if self._context is not None:
-            connection.context = self._context

@@ -8,6 +8,7 @@ whoever dials reads them for each channel, so that certificates can be renewed u
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 import ssl
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import grpc
 
 from holdback.errors import ConfigError
 
-Stamp = tuple[tuple[int, int], ...]
+Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,11 @@ class Tls:
                 return None  # those in use are good
             try:
                 self.check()
+                configuration = self._server_configuration()
             except ConfigError:
                 return None  # half written; the next handshake looks again
             last_stamp = stamp
-            return self._server_configuration()
+            return configuration
 
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
@@ -82,34 +84,53 @@ class Tls:
         self.check()
         if self.ca is None:
             return None
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), _read(self.key), _read(self.cert))
+        return grpc.ssl_channel_credentials(
+            _read("tls_ca", self.ca), _read("tls_key", self.key), _read("tls_cert", self.cert)
+        )
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        pair = (_read(self.key) or b"", _read(self.cert) or b"")
-        return grpc.ssl_server_certificate_configuration([pair], _read(self.client_ca))
+        pair = (_read("tls_key", self.key) or b"", _read("tls_cert", self.cert) or b"")
+        return grpc.ssl_server_certificate_configuration([pair], _read("tls_client_ca", self.client_ca))
 
     def http_context(self) -> ssl.SSLContext | None:
         """What an HTTP server listens with; None without a certificate. Raises ConfigError as `check`."""
+        first = newest = self._context_of_files()
+        if first is None:
+            return None
+        last_stamp = self.stamp()
+
+        def use_newest_files(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            nonlocal newest, last_stamp
+            stamp = self.stamp()
+            if stamp != last_stamp:
+                # A new one each time: one that has been given files keeps authorities that are no longer in them, and
+                # loses its key to a certificate that came before its own.
+                with contextlib.suppress(ConfigError):  # half written; the next handshake looks again
+                    newest, last_stamp = self._context_of_files(), stamp
+            if newest is not None:
+                connection.context = newest
+
+        first.sni_callback = use_newest_files
+        return first
+
+    def _context_of_files(self) -> ssl.SSLContext | None:
         self.check()
         if self.cert is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self.load_into(context)
-        return context
-
-    def load_into(self, context: ssl.SSLContext) -> None:
-        """Gives a server's context the files as they are now. Raises SSLError or OSError."""
-        if self.cert is not None:
+        try:
             context.load_cert_chain(self.cert, self.key)
-        if self.client_ca is not None:
-            context.load_verify_locations(self.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # they were well a moment ago
+            raise ConfigError(f"tls_cert {self.cert}: {error.strerror}") from None
+        return context
 
     def stamp(self) -> Stamp:
         """Changes when a file does."""
         paths = (self.cert, self.key, self.client_ca, self.ca)
-        files = [path.stat() for path in paths if path is not None and path.exists()]
-        return tuple((status.st_mtime_ns, status.st_size) for status in files)
+        return tuple(_stamp_of(path) for path in paths if path is not None)
 
 
 NO_TLS = Tls()
@@ -131,13 +152,25 @@ def from_flags(flags: argparse.Namespace) -> Tls:
     return tls
 
 
-def _read(path: pathlib.Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+def _read(setting: str, path: pathlib.Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{setting} {path}: {error.strerror}") from None
+
+
+def _stamp_of(path: pathlib.Path) -> tuple[int, int, int] | None:
+    """None while there is no such file, as for a moment when it is replaced."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _check_chain(cert: pathlib.Path, key: pathlib.Path) -> None:
     for setting, path in (("tls_cert", cert), ("tls_key", key)):
-        _check_readable(setting, path)
+        _read(setting, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except ssl.SSLError as error:
@@ -145,18 +178,11 @@ def _check_chain(cert: pathlib.Path, key: pathlib.Path) -> None:
 
 
 def _check_authorities(setting: str, path: pathlib.Path) -> None:
-    _check_readable(setting, path)
+    _read(setting, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError as error:
         raise ConfigError(f"{setting} {path}: no PEM certificates: {error.reason}") from None
-
-
-def _check_readable(setting: str, path: pathlib.Path) -> None:
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{setting} {path}: {error.strerror}") from None
 
 
 def _no_password() -> str:

@@ -2,8 +2,8 @@
 
 Signals are the gateway's own business, and so is the log. While the gateway drains, the server still answers: requests
 are refused with 503, and whoever asks for readiness is told. With `tls_cert` it speaks HTTPS, health and metrics
-included; certificates that have been renewed count from the next tick on. Not covered: a client that sends its headers
-slower than slowly holds one connection, no memory beyond 16 KiB, until it goes away.
+included; renewed certificates count from the next handshake on. Not covered: a client that sends its headers slower
+than slowly holds one connection, no memory beyond 16 KiB, until it goes away.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 
-import structlog
 import uvicorn
 
 from gateway.access import Access
@@ -24,8 +23,6 @@ from gateway.openai.app import create_app
 from gateway.openai.observing import MAX_HEADER_BYTES
 from holdback.errors import ConfigError, InternalError
 from holdback.tls import NO_TLS, Tls
-
-log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -66,7 +63,7 @@ class HttpServer:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ssl_context_factory=None if tls.cert is None else lambda *_: _context_of(tls),
         )
-        self._server = _Server(config, tls)
+        self._server = _Server(config)
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -108,10 +105,8 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, that ends when it is told and not a moment later."""
 
-    def __init__(self, config: uvicorn.Config, tls: Tls) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._tls = tls
-        self._tls_stamp = tls.stamp()
         self.accepting = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -133,17 +128,6 @@ class _Server(uvicorn.Server):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._ended.wait()
-            self._renew_certificates()
-
-    def _renew_certificates(self) -> None:
-        stamp = self._tls.stamp()
-        if stamp == self._tls_stamp or self.config.ssl is None:
-            return
-        self._tls_stamp = stamp
-        try:
-            self._tls.load_into(self.config.ssl)
-        except (ssl.SSLError, OSError) as error:
-            log.error("certificates_kept", why=str(error))  # half written, perhaps; they will change again
 
 
 def _context_of(tls: Tls) -> ssl.SSLContext:

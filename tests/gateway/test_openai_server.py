@@ -7,7 +7,6 @@ import hashlib
 import json
 import pathlib
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import structlog
-import trustme
 
 from gateway.openai import body as body_module
 from gateway.openai.shapes import ErrorAnswer
@@ -97,9 +95,9 @@ async def test_a_body_without_end_is_cut_off(http_gateway: GatewayServer, monkey
     reader, writer = await asyncio.open_connection("127.0.0.1", http_gateway.http.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
     writer.write(b"Content-Length: 99999999999\r\n\r\n")
-    assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 413 ")
+    assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 413 ")
     with pytest.raises(ConnectionError):
-        await asyncio.wait_for(write_without_end(writer), 20)
+        await asyncio.wait_for(write_without_end(writer), 60)
 
 
 async def write_without_end(writer: asyncio.StreamWriter) -> None:
@@ -117,7 +115,7 @@ async def test_a_body_that_comes_too_slowly_is_a_408(
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
     )
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"request_timeout"' in answer
     writer.close()
@@ -170,7 +168,7 @@ async def test_readiness_follows_the_pool_and_liveness_does_not(
     async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as http:
         assert (await http.get("/health/ready")).status_code == 200
         await scheduler.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await http.get("/health/ready")).status_code != 503:
                 pass
         assert (await http.get("/health/live")).json() == {"status": "ok"}
@@ -189,7 +187,7 @@ async def test_a_model_is_listed_before_anything_is_known_of_it(
     async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as http:
         assert [model["max_model_len"] for model in (await http.get("/v1/models")).json()["data"]] == [None, None]
         asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
-        await asyncio.wait_for(scheduler.connected.wait(), 10)
+        await asyncio.wait_for(scheduler.connected.wait(), 60)
         scheduler.answer = [EOS]
         scheduler.set_model(MODEL)
         assert (await asked).status_code == 200
@@ -328,53 +326,10 @@ async def test_the_ports_file_names_the_http_port(
     assert ports == {"port": gateway.port, "health_port": gateway.health_port, "http_port": gateway.http.port}
 
 
-def issue(folder: pathlib.Path) -> tuple[trustme.CA, dict[str, pathlib.Path]]:
-    """A new authority, and its certificate for 127.0.0.1 in files that may be there already."""
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    certificate.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
-    certificate.private_key_pem.write_to_path(str(folder / "key.pem"))
-    return authority, {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
-
-
-def https_client(gateway: GatewayServer, authority: trustme.CA) -> httpx.AsyncClient:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    url = http_url(gateway).replace("http://", "https://")
-    return httpx.AsyncClient(base_url=url, verify=context, timeout=20, trust_env=False)
-
-
-async def test_with_a_certificate_it_is_https_alone_and_a_renewed_one_is_taken(
-    make_gateway: Make, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
-) -> None:
-    first, files = issue(tmp_path)
-    gateway = await make_gateway(scheduler=scheduler.target, http_port=0, **files)
-    await wait_until_ready(gateway)
-    async with https_client(gateway, first) as https:
-        scheduler.answer = [EOS]
-        assert (await https.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
-    async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as plain:
-        with pytest.raises(httpx.TransportError):
-            await plain.get("/health/live")
-    second, _ = issue(tmp_path)
-    async with asyncio.timeout(20):
-        while not await is_trusted(gateway, second):
-            pass
-    assert not await is_trusted(gateway, first)
-
-
-async def is_trusted(gateway: GatewayServer, authority: trustme.CA) -> bool:
-    async with https_client(gateway, authority) as https:
-        try:
-            return (await https.get("/health/live")).status_code == 200
-        except httpx.ConnectError:
-            return False
-
-
 async def test_one_port_for_two_things_is_refused_at_start(make_gateway: Make) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(ConfigError, match=f"metrics_port is {port}, which cannot be bound"):
             await make_gateway(scheduler="127.0.0.1:1", http_port=port, metrics_port=port)
