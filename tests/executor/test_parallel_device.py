@@ -226,4 +226,4 @@ def test_a_rank_that_is_killed_in_a_step_ends_the_process_with_3(shared_device: 
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(InternalError, match="a step failed among ranks"):
         shared_device.collect(ticket)
-    assert statuses.get(timeout=20) == 3
+    assert statuses.get(timeout=60) == 3

@@ -79,7 +79,7 @@ class Executor:
 
     async def end(self) -> list[dict[str, Any]]:
         """Waits for the end of both ranks, who share standard error. Returns the lines since the start."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             _, errors = await self.child.communicate()
         return [json.loads(line) for line in errors.decode().splitlines()]
 

@@ -60,7 +60,7 @@ class SteppedDevice(SimulatedDevice):
         return ticket
 
     def collect(self, ticket: object) -> StepResult:
-        assert self._ends.acquire(timeout=30)
+        assert self._ends.acquire(timeout=60)
         self._num_in_flight -= 1
         return super().collect(ticket)
 

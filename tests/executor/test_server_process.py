@@ -43,7 +43,7 @@ async def test_a_signal_ends_the_process_with_0_in_the_middle_of_a_stream(
         # The last step was sent before the signal, but whether it was read before it is the system's to say.
         tokens = [list(response.output.sampled_token_ids) for response in rest if response.HasField("output")]
         assert tokens in ([], [expected[2:]])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             _, errors = await child.communicate()
     assert child.returncode == 0, errors.decode()
     assert b"Traceback" not in errors
@@ -56,7 +56,7 @@ async def test_a_signal_ends_a_process_that_never_found_a_scheduler(tmp_path: pa
         if b"lease_ended" in line:
             break
     child.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         _, errors = await child.communicate()
     assert child.returncode == 0, errors.decode()
 
@@ -86,7 +86,7 @@ async def test_a_step_that_hangs_ends_the_process_though_heartbeats_go_on(
     child = await start_command(
         tmp_path,
         *("--scheduler", scheduler.target, "--simulated-hang-token-id", "99"),
-        *("--step-timeout-factor", "2", "--min-step-timeout-s", "0.5"),
+        *("--step-timeout-factor", "2", "--min-step-timeout-s", "2"),
     )
     registered = await scheduler.registrations.get()
     async with Drive(registered.info) as drive:
@@ -95,13 +95,13 @@ async def test_a_step_that_hangs_ends_the_process_though_heartbeats_go_on(
         await drive.send(steps.new("poison", [98, 99], slot=1, blocks=[2], padded=32))
         await drive.send(steps.decode("good"))
         assert list((await drive.next()).output.sampled_token_ids) == expected_tokens(PROMPT, 1, VOCAB_SIZE)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             _, errors = await child.communicate()
     assert child.returncode == 3, errors.decode()
     lines = [json.loads(line) for line in errors.decode().splitlines()]
     (last,) = [line for line in lines if line["event"] == "step_timed_out"]
-    assert (last["level"], last["step"], last["phase"], last["timeout_s"]) == ("critical", 1, "prefill", 0.5)
-    assert 0.5 <= last["ran_s"] < 5
+    assert (last["level"], last["step"], last["phase"], last["timeout_s"]) == ("critical", 1, "prefill", 2.0)
+    assert 2 <= last["ran_s"] < 60
     assert any("collect" in call for call in last["stacks"]["collecting"])
 
 
@@ -147,7 +147,7 @@ async def test_a_stop_in_the_middle_of_native_code_is_an_orderly_end() -> None:
             if line == b"computes\n":
                 break
     child.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         output, errors = await child.communicate()
     assert child.returncode == 0, (output, errors)
     assert b"terminate" not in errors

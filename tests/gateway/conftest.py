@@ -62,7 +62,7 @@ async def gateway(make_gateway: Callable[..., Any], scheduler: ScriptedScheduler
 
 @pytest.fixture
 async def client(gateway: GatewayServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20, max_retries=0, max_resumes=0) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
         yield client
 
 
@@ -78,14 +78,14 @@ async def http_gateway(make_gateway: Callable[..., Any], scheduler: ScriptedSche
 async def openai(http_gateway: GatewayServer) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's own client, which does not try again, so that a test sees each answer."""
     url = f"{http_url(http_gateway)}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 async def http(http_gateway: GatewayServer) -> AsyncIterator[httpx.AsyncClient]:
     """A plain HTTP client."""
-    async with httpx.AsyncClient(base_url=http_url(http_gateway), timeout=20, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=http_url(http_gateway), timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -103,7 +103,7 @@ async def stub(gateway: GatewayServer) -> AsyncIterator[Any]:
 
 async def wait_until_ready(server: GatewayServer) -> None:
     """Returns when every pool of a gateway serves."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for pool in server.pools:
             while True:
                 next_change = pool.engine.next_change

@@ -104,11 +104,11 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         raise NotImplementedError
 
     async def next_add(self) -> scheduler_pb2.AddRequest:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.adds.get()
 
     async def next_abort(self) -> tuple[str, int]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.aborts.get()
 
     def set_model(self, model: ModelInfo | None, *, ready: bool = True) -> None:
@@ -127,7 +127,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def until_heartbeats(self, count: int) -> None:
         """Waits for `count` more."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             goal = self._num_heartbeats + count
             while self._num_heartbeats < goal:
                 self._heartbeat_sent.clear()

@@ -232,7 +232,7 @@ async def test_a_call_without_a_key_is_refused_before_its_message_has_come(guard
             yield b""
 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(message_that_is_on_its_way(), timeout=10)
+            await call(message_that_is_on_its_way(), timeout=60)
         assert isinstance(rpc.error_from_rpc(caught.value), UnauthenticatedError)
 
 

@@ -62,7 +62,7 @@ def path_of(method: MethodDescriptor) -> str:
 async def code_of(channel: grpc.aio.Channel, method: MethodDescriptor, data: bytes) -> grpc.StatusCode:
     """How a call with these bytes ends; of a stream everything is read."""
     make: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
-    call = make(path_of(method), None, None)(data, timeout=20)
+    call = make(path_of(method), None, None)(data, timeout=60)
     try:
         await (read_all(call) if method.server_streaming else call)
     except grpc.aio.AioRpcError as failure:
@@ -86,7 +86,7 @@ async def statuses(channel: grpc.aio.Channel, service: str) -> AsyncIterator[int
 
 
 async def wait_for(states: AsyncIterator[int], expected: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for state in states:
             if state == expected:
                 return
@@ -143,7 +143,7 @@ async def test_each_service_has_a_health_of_its_own(make_gateway: Make, director
 async def test_a_service_that_is_not_there_has_no_health(channel: grpc.aio.Channel) -> None:
     stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=20)
+        await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=60)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -153,7 +153,7 @@ async def test_a_service_that_is_not_there_has_no_health(channel: grpc.aio.Chann
 async def ask_load(gateway: GatewayServer, model: str = "") -> inference_pb2.InferenceServiceGetLoadResponse:
     async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
         stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(channel)
-        return await stub.GetLoad(inference_pb2.InferenceServiceGetLoadRequest(model=model), timeout=20)
+        return await stub.GetLoad(inference_pb2.InferenceServiceGetLoadRequest(model=model), timeout=60)
 
 
 async def test_the_load_of_each_model_is_that_of_its_scheduler(make_gateway: Make, directory: pathlib.Path) -> None:
@@ -207,7 +207,7 @@ async def test_the_load_of_a_scheduler_that_is_away_or_silent_is_unavailable_in_
 async def reflected(channel: grpc.aio.Channel, **question: Any) -> Any:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     questions = iter([reflection_pb2.ServerReflectionRequest(**question)])
-    (answer,) = [answer async for answer in stub.ServerReflectionInfo(questions, timeout=20)]
+    (answer,) = [answer async for answer in stub.ServerReflectionInfo(questions, timeout=60)]
     return answer
 
 

@@ -431,7 +431,7 @@ async def test_a_template_that_refuses_reaches_no_scheduler(
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
     directory = save_directory(tmp_path / "strict", make_tokenizer("byte_level"), chat_template=template)
     gateway = await make_gateway(scheduler=scheduler.target, tokenizer=directory)
-    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=60) as client:
         with pytest.raises(InvalidArgumentError, match="no system role here") as caught:
             await client.generate(messages=[{"role": "system", "content": "x"}])
         assert caught.value.reason is ErrorReason.CHAT_TEMPLATE_FAILED

@@ -54,7 +54,7 @@ async def test_a_stream_that_fails_ends_with_an_error_and_neither_reason_nor_don
     path: str, http: httpx.AsyncClient, scheduler: ScriptedScheduler
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "x"}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         asked = asyncio.create_task(http.post(path, json=body | {"stream": True}))
         add = await scheduler.next_add()
         scheduler.tokens(add.handle, 0, ids_of("abcde"))
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_while_its_body_is_read_leaves_nothing(http_g
     await writer.drain()
     writer.close()
     await writer.wait_closed()
-    async with httpx.AsyncClient(base_url=http_url(http_gateway), trust_env=False) as http, asyncio.timeout(10):
+    async with httpx.AsyncClient(base_url=http_url(http_gateway), trust_env=False) as http, asyncio.timeout(60):
         while 'status="499"' not in (await http.get("/metrics")).text:
             pass
     assert reader.at_eof()
@@ -187,10 +187,10 @@ async def test_a_reader_that_never_reads_does_not_keep_the_gateway_from_stopping
     piece = [known_id(make_tokenizer("byte_level"), "wörd with space")] * 1000
     for number in range(300):
         scheduler.tokens(add.handle, number * len(piece), piece)
-    async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as http, asyncio.timeout(20):
+    async with httpx.AsyncClient(base_url=http_url(gateway), trust_env=False) as http, asyncio.timeout(60):
         while not is_held_up(gateway):
             await http.get("/health/live")
-    await asyncio.wait_for(gateway.stop(), 10)
+    await asyncio.wait_for(gateway.stop(), 60)
     writer.close()
 
 

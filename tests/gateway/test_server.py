@@ -48,7 +48,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def client_of(server: GatewayServer) -> AsyncClient:
-    return AsyncClient(f"127.0.0.1:{server.port}", timeout_s=20, max_retries=0, max_resumes=0)
+    return AsyncClient(f"127.0.0.1:{server.port}", timeout_s=60, max_retries=0, max_resumes=0)
 
 
 async def collect(stream: GenerationStream) -> str:
@@ -66,7 +66,7 @@ async def watch(health_port: int, service: str = READINESS) -> AsyncIterator[boo
 
 
 async def wait_for(states: AsyncIterator[bool], expected: bool) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for state in states:
             if state is expected:
                 return
@@ -95,7 +95,7 @@ async def test_requests_wait_for_the_first_executor_and_wrong_ones_do_not(
 ) -> None:
     scheduler.model = None
     gateway = await make_gateway(scheduler=scheduler.target)
-    await asyncio.wait_for(scheduler.connected.wait(), 10)
+    await asyncio.wait_for(scheduler.connected.wait(), 60)
     scheduler.answer = [EOS]
     async with client_of(gateway) as client:
         with pytest.raises(InvalidArgumentError, match="top_p"):
@@ -111,7 +111,7 @@ async def test_requests_wait_for_the_first_executor_and_wrong_ones_do_not(
 
 async def until_alive(client: AsyncClient, request_id: str) -> None:
     """Aborts a request as soon as the gateway knows it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await client.abort(request_id)
@@ -148,7 +148,7 @@ async def test_a_model_that_does_not_fit_the_tokenizer_is_refused_and_not_ready(
 ) -> None:
     scheduler.model = dataclasses.replace(MODEL, vocab_size=300)
     gateway = await make_gateway(scheduler=scheduler.target)
-    await asyncio.wait_for(scheduler.connected.wait(), 10)
+    await asyncio.wait_for(scheduler.connected.wait(), 60)
     async with client_of(gateway) as client:
         with pytest.raises(
             FailedPreconditionError, match="largest token id is 392; allowed: below vocab_size"
@@ -269,7 +269,7 @@ async def test_a_drain_lets_running_streams_end_and_refuses_new_calls(
         assert not draining.done()
         scheduler.tokens(add.handle, 0, [*ids_of("end"), EOS])
         assert await collect(stream) == "end"
-        await asyncio.wait_for(draining, 10)
+        await asyncio.wait_for(draining, 60)
 
 
 @pytest.mark.case("B62")
@@ -320,10 +320,10 @@ async def test_the_process_reports_its_ports_drains_on_sigterm_and_exits_with_ze
     flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
     child = await start_process(*flags)
     process = LocalProcess("gateway", child, ports_file)
-    await asyncio.wait_for(process.wait_for_ports(), 30)
+    await asyncio.wait_for(process.wait_for_ports(), 60)
     readiness = watch(process.health_port)
     await wait_for(readiness, expected=True)
-    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20, max_retries=0, max_resumes=0) as client:
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
         assert [model.name for model in await client.models()] == ["toy"]
         stream = client.stream("x")
         add = await scheduler.next_add()
@@ -332,7 +332,7 @@ async def test_the_process_reports_its_ports_drains_on_sigterm_and_exits_with_ze
         scheduler.tokens(add.handle, 0, [*ids_of("end"), EOS])
         assert await collect(stream) == "end"
     assert child.stderr is not None
-    log = (await asyncio.wait_for(child.stderr.read(), 10)).decode()
+    log = (await asyncio.wait_for(child.stderr.read(), 60)).decode()
     assert await process.exited == 0
     events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
     assert events[0] == "gateway_listens"
@@ -346,10 +346,10 @@ async def test_a_second_signal_ends_the_drain(
     ports_file = tmp_path / "ports.json"
     flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
     process = LocalProcess("gateway", await start_process(*flags), ports_file)
-    await asyncio.wait_for(process.wait_for_ports(), 30)
+    await asyncio.wait_for(process.wait_for_ports(), 60)
     readiness = watch(process.health_port)
     await wait_for(readiness, expected=True)
-    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=20, max_retries=0, max_resumes=0) as client:
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
         pending = asyncio.create_task(client.generate("x"))
         await scheduler.next_add()
         process.child.send_signal(signal.SIGTERM)
@@ -358,7 +358,7 @@ async def test_a_second_signal_ends_the_drain(
         with pytest.raises(UnavailableError) as caught:
             await pending
         assert caught.value.reason is ErrorReason.SHUTTING_DOWN
-    assert await asyncio.wait_for(process.exited, 10) == 0
+    assert await asyncio.wait_for(process.exited, 60) == 0
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ async def test_a_process_that_cannot_start_says_why_and_exits_with_two(
         port = str(taken.getsockname()[1])
         filled = [flag.replace("DIRECTORY", str(directory)).replace("TAKEN", port) for flag in flags]
         child = await start_process(*filled)
-        _, message = await asyncio.wait_for(child.communicate(), 30)
+        _, message = await asyncio.wait_for(child.communicate(), 60)
     assert says.replace("TAKEN", port) in message.decode()
     assert child.returncode == 2
 

@@ -74,7 +74,7 @@ async def answering(client: AsyncClient) -> int:
 
 async def until_answered_by(client: AsyncClient, numbers: set[int]) -> None:
     """Calls until as many calls in a row as there are gateways were answered by exactly these."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while {await answering(client) for _ in NUMBERS} != numbers:
             pass
 

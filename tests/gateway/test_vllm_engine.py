@@ -42,7 +42,7 @@ async def test_an_answer_in_one_piece_has_all_tokens_the_reason_and_the_counts(
 async def test_a_stream_has_what_is_new_in_each_chunk_and_everything_in_the_last_message(
     stub: Any, scheduler: ScriptedScheduler
 ) -> None:
-    call = stub.Generate(request(stream=True), timeout=20)
+    call = stub.Generate(request(stream=True), timeout=60)
     add = await scheduler.next_add()
     scheduler.started(add.handle, num_cached_tokens=2)
     chunks = []
@@ -96,7 +96,7 @@ async def test_each_of_n_choices_has_chunks_and_an_end_of_its_own(stub: Any, sch
 async def test_log_probabilities_are_parallel_to_the_tokens(
     stub: Any, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
-    call = stub.Generate(request(stream=stream, logprobs=2), timeout=20)
+    call = stub.Generate(request(stream=stream, logprobs=2), timeout=60)
     add = await scheduler.next_add()
     assert add.spec.sampling.num_logprobs == 2
     sent = [TokenLogprobs(80, -0.5, (80, 81), (-0.5, -1.5)), TokenLogprobs(EOS, -0.25, (EOS, 80), (-0.25, -2.0))]
@@ -118,7 +118,7 @@ async def test_log_probabilities_are_parallel_to_the_tokens(
 
 @pytest.mark.case("B56")
 async def test_a_call_that_is_cancelled_is_aborted_at_the_scheduler(stub: Any, scheduler: ScriptedScheduler) -> None:
-    call = stub.Generate(request(stream=True), timeout=20)
+    call = stub.Generate(request(stream=True), timeout=60)
     add = await scheduler.next_add()
     scheduler.tokens(add.handle, 0, [80])
     assert list((await call.read()).chunk.token_ids) == [80]
@@ -127,15 +127,15 @@ async def test_a_call_that_is_cancelled_is_aborted_at_the_scheduler(stub: Any, s
 
 
 async def test_an_abort_ends_its_request_and_leaves_unknown_ids_alone(stub: Any, scheduler: ScriptedScheduler) -> None:
-    call = stub.Generate(request(), timeout=20)
+    call = stub.Generate(request(), timeout=60)
     add = await scheduler.next_add()
     scheduler.tokens(add.handle, 0, [80])
-    await stub.Abort(pb.AbortRequest(request_ids=["unknown"]), timeout=20)
+    await stub.Abort(pb.AbortRequest(request_ids=["unknown"]), timeout=60)
     assert scheduler.aborts.empty()
-    await stub.Abort(pb.AbortRequest(request_ids=["unknown", "smg-1"]), timeout=20)
+    await stub.Abort(pb.AbortRequest(request_ids=["unknown", "smg-1"]), timeout=60)
     assert await scheduler.next_abort() == ("smg-1", 0)
     assert (await call.read()).complete.finish_reason == "abort"
-    await stub.Abort(pb.AbortRequest(request_ids=["smg-1"]), timeout=20)
+    await stub.Abort(pb.AbortRequest(request_ids=["smg-1"]), timeout=60)
 
 
 async def test_a_key_aborts_nothing_of_another_key(
@@ -147,27 +147,27 @@ async def test_a_key_aborts_nothing_of_another_key(
     as_one, as_two = ([("authorization", f"Bearer {name}")] for name in ("one", "two"))
     async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        call = stub.Generate(request(), timeout=20, metadata=as_one)
+        call = stub.Generate(request(), timeout=60, metadata=as_one)
         add = await scheduler.next_add()
-        await stub.Abort(pb.AbortRequest(request_ids=["smg-1"]), timeout=20, metadata=as_two)
+        await stub.Abort(pb.AbortRequest(request_ids=["smg-1"]), timeout=60, metadata=as_two)
         assert scheduler.aborts.empty()
         scheduler.tokens(add.handle, 0, [EOS])
         assert (await call.read()).complete.finish_reason == "stop"
-        error = await failure(stub.HealthCheck(pb.HealthCheckRequest(), timeout=20))
+        error = await failure(stub.HealthCheck(pb.HealthCheckRequest(), timeout=60))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.case("B70")
 async def test_more_ids_than_anybody_aborts_are_refused(stub: Any) -> None:
-    error = await failure(stub.Abort(pb.AbortRequest(request_ids=["x"] * 1025), timeout=20))
+    error = await failure(stub.Abort(pb.AbortRequest(request_ids=["x"] * 1025), timeout=60))
     assert (error.code(), violated_field(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "request_ids")
 
 
 @pytest.mark.case("B17")
 async def test_a_living_id_is_refused_whatever_protocol_it_came_by(stub: Any, scheduler: ScriptedScheduler) -> None:
-    first = stub.Generate(request(), timeout=20)
+    first = stub.Generate(request(), timeout=60)
     add = await scheduler.next_add()
-    error = await failure(stub.Generate(request(), timeout=20))
+    error = await failure(stub.Generate(request(), timeout=60))
     assert error.code() is grpc.StatusCode.ALREADY_EXISTS
     scheduler.tokens(add.handle, 0, [EOS])
     assert (await first.read()).complete.finish_reason == "stop"
@@ -176,7 +176,7 @@ async def test_a_living_id_is_refused_whatever_protocol_it_came_by(stub: Any, sc
 async def test_a_request_that_fails_ends_with_its_status_and_no_complete(
     stub: Any, scheduler: ScriptedScheduler
 ) -> None:
-    call = stub.Generate(request(stream=True), timeout=20)
+    call = stub.Generate(request(stream=True), timeout=60)
     add = await scheduler.next_add()
     scheduler.tokens(add.handle, 0, [80])
     assert (await call.read()).HasField("chunk")

@@ -30,14 +30,14 @@ async def test_model_and_server_are_described(
     stub: Any, scheduler: ScriptedScheduler, gateway: GatewayServer, directory: pathlib.Path
 ) -> None:
     (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    info = await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20)
+    info = await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60)
     assert (info.model_path, info.served_model_name, info.is_generation) == ("toy", "toy", True)
     assert (info.vocab_size, info.max_context_length, info.max_req_input_len) == (512, 64, 63)
     assert (list(info.eos_token_ids), info.supports_vision) == ([EOS], False)
     assert (info.model_type, list(info.architectures)) == ("llama", ["LlamaForCausalLM"])
     assert info.tokenizer_path == str(directory)
     scheduler.load = scheduler_pb2.GetLoadResponse(num_slots=4)
-    server = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
+    server = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
     assert (server.server_type, server.data_parallel_size, server.max_num_seqs) == ("holdback", 1, 4)
     assert server.active_requests == 0
 
@@ -52,19 +52,19 @@ async def test_the_load_is_that_of_the_pool(stub: Any, scheduler: ScriptedSchedu
         prefix_cache_queries=100,
         prefix_cache_hits=25,
     )
-    response = await stub.GetLoads(pb.GetLoadsRequest(), timeout=20)
+    response = await stub.GetLoads(pb.GetLoadsRequest(), timeout=60)
     assert response.dp_rank_count == 1
     (load,) = response.loads
     assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (3, 2, 5)
     assert (load.num_waiting_uncached_tokens, load.max_running_requests) == (500, 4)
     assert (load.token_usage, load.utilization, load.cache_hit_rate) == (0.5, 0.5, 0.25)
-    error = await failure(stub.GetLoads(pb.GetLoadsRequest(dp_rank=1), timeout=20))
+    error = await failure(stub.GetLoads(pb.GetLoadsRequest(dp_rank=1), timeout=60))
     assert (error.code(), violated_field(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "dp_rank")
 
 
 async def test_the_load_of_a_scheduler_that_is_away_is_unavailable(stub: Any, scheduler: ScriptedScheduler) -> None:
     await scheduler.stop()
-    error = await failure(stub.GetLoads(pb.GetLoadsRequest(), timeout=20))
+    error = await failure(stub.GetLoads(pb.GetLoadsRequest(), timeout=60))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -73,7 +73,7 @@ async def test_the_tokenizer_comes_as_an_archive_with_its_digest(stub: Any, dire
     (directory / "vocab.json").write_bytes(bytes(range(256)) * 1000)
 
     async def fetch() -> tuple[bytes, list[common_pb2.GetTokenizerChunk]]:
-        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=20)]
+        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=60)]
         return b"".join(chunk.data for chunk in chunks), chunks
 
     content, chunks = await fetch()
@@ -88,13 +88,13 @@ async def test_the_tokenizer_comes_as_an_archive_with_its_digest(stub: Any, dire
 async def test_a_tokenizer_that_is_gone_is_said_to_be_and_no_empty_archive(stub: Any, directory: pathlib.Path) -> None:
     content = (directory / "tokenizer.json").read_bytes()
     (directory / "tokenizer.json").unlink()
-    error = await failure(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=20))
+    error = await failure(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=60))
     assert (error.code(), error.details()) == (
         grpc.StatusCode.INTERNAL,
         "the tokenizer's folder has no tokenizer.json any more",
     )
     (directory / "tokenizer.json").write_bytes(content)
-    assert await read_all(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=20))
+    assert await read_all(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=60))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_a_tokenizer_that_is_gone_is_said_to_be_and_no_empty_archive(stub:
     ],
 )
 async def test_what_is_not_served_says_so(stub: Any, method: str, message: Any) -> None:
-    error = await failure(getattr(stub, method)(message, timeout=20))
+    error = await failure(getattr(stub, method)(message, timeout=60))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert method in (error.details() or "")
 
@@ -117,12 +117,12 @@ async def test_what_is_not_served_says_so(stub: Any, method: str, message: Any) 
 async def test_health_is_whether_a_request_would_be_served_now(
     stub: Any, scheduler: ScriptedScheduler, gateway: GatewayServer
 ) -> None:
-    assert (await stub.HealthCheck(pb.HealthCheckRequest(), timeout=20)).healthy
+    assert (await stub.HealthCheck(pb.HealthCheckRequest(), timeout=60)).healthy
     (pool,) = gateway.pools
     next_change = pool.engine.next_change
     scheduler.set_model(MODEL, ready=False)
-    await asyncio.wait_for(next_change.wait(), 10)
-    assert not (await stub.HealthCheck(pb.HealthCheckRequest(), timeout=20)).healthy
+    await asyncio.wait_for(next_change.wait(), 60)
+    assert not (await stub.HealthCheck(pb.HealthCheckRequest(), timeout=60)).healthy
 
 
 async def test_a_model_that_is_not_known_yet_is_unavailable_and_unhealthy(
@@ -132,9 +132,9 @@ async def test_a_model_that_is_not_known_yet_is_unavailable_and_unhealthy(
     gateway = await make_gateway(scheduler=scheduler.target)
     async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        error = await failure(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20))
+        error = await failure(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        health = await stub.HealthCheck(pb.HealthCheckRequest(), timeout=20)
+        health = await stub.HealthCheck(pb.HealthCheckRequest(), timeout=60)
         assert not health.healthy
         assert health.message
 
@@ -157,7 +157,7 @@ async def test_of_several_models_the_chosen_one_is_served(
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         for pool in gateway.pools:
             await pool.wait_for_model()
-        info = await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=20)
+        info = await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60)
     assert info.served_model_name == "two"
 
 
@@ -167,7 +167,7 @@ async def test_of_several_models_none_is_guessed(
     gateway = await make_gateway(pools=two_pools(scheduler, directory))
     async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        error = await failure(stub.Generate(request(), timeout=20))
+        error = await failure(stub.Generate(request(), timeout=60))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "vllm_engine_model is not set" in (error.details() or "")
 

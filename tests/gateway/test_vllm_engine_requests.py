@@ -88,7 +88,7 @@ UNSUPPORTED_BESIDE = [
 async def test_a_parameter_that_is_not_supported_is_refused_by_name(
     stub: Any, scheduler: ScriptedScheduler, field: str, params: dict[str, Any]
 ) -> None:
-    error = await failure(stub.Generate(request(**params), timeout=20))
+    error = await failure(stub.Generate(request(**params), timeout=60))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in (error.details() or "")
     assert violated_field(error) == field
@@ -102,7 +102,7 @@ async def test_an_input_that_is_not_supported_is_refused_by_name(
 ) -> None:
     message = request()
     message.MergeFrom(pb.GenerateRequest(**fields))
-    error = await failure(stub.Generate(message, timeout=20))
+    error = await failure(stub.Generate(message, timeout=60))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert violated_field(error) == field
     assert scheduler.adds.empty()
@@ -136,23 +136,23 @@ async def test_rank_zero_is_the_only_one(stub: Any, scheduler: ScriptedScheduler
 async def test_a_value_out_of_range_is_refused_under_the_name_it_was_sent_by(
     stub: Any, params: dict[str, Any], field: str
 ) -> None:
-    error = await failure(stub.Generate(request(**params), timeout=20))
+    error = await failure(stub.Generate(request(**params), timeout=60))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert violated_field(error) == field
     assert (error.details() or "").startswith(field)
 
 
 async def test_biases_are_counted_before_they_are_looked_at(stub: Any) -> None:
-    error = await failure(stub.Generate(request(logit_bias=dict.fromkeys(range(-1, 1024), 1.0)), timeout=20))
+    error = await failure(stub.Generate(request(logit_bias=dict.fromkeys(range(-1, 1024), 1.0)), timeout=60))
     assert error.details() == "sampling_params.logit_bias has 1025 entries; allowed: [0, 1024]"
 
 
 async def test_token_ids_are_named_as_they_were_sent(stub: Any) -> None:
     message = request()
     message.tokenized.input_ids.append(512)
-    error = await failure(stub.Generate(message, timeout=20))
+    error = await failure(stub.Generate(message, timeout=60))
     assert violated_field(error) == "tokenized.input_ids[3]"
-    error = await failure(stub.Generate(pb.GenerateRequest(), timeout=20))
+    error = await failure(stub.Generate(pb.GenerateRequest(), timeout=60))
     assert (error.code(), violated_field(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "input")
 
 

@@ -32,7 +32,7 @@ def request(stream: bool = False, **params: Any) -> pb.GenerateRequest:
 
 
 async def answers(stub: Any, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return await read_all(stub.Generate(message, timeout=20))
+    return await read_all(stub.Generate(message, timeout=60))
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:

@@ -315,7 +315,7 @@ class SimulatedLane:
 
     async def ended(self) -> BaseException | None:
         """Waits for the lane to end; what it ended with, None after a drain."""
-        await asyncio.wait({self._task}, timeout=10)
+        await asyncio.wait({self._task}, timeout=60)
         return self._task.exception()
 
     async def stop(self) -> None:

@@ -18,7 +18,7 @@ from holdback.types import PROTOCOL_VERSION, ModelRunnerOutput, RequestSpec
 from holdback.v1 import executor_pb2, executor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from tests.scheduler.parts import Answers, ArithmeticExecutor, build_info
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for something that must happen; a test that reaches it has failed."""
 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536)]

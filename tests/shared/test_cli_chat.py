@@ -203,7 +203,7 @@ class Terminal:
 
     def expect(self, text: str) -> None:
         """Reads until a text has been shown."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in self.text:
             ready, _, _ = select.select([self.master], [], [], deadline - time.monotonic())
             assert ready, f"{text!r} did not come after {self.text!r}"
@@ -219,7 +219,7 @@ class Terminal:
         Python's readline module leaves a signal that comes after it has shown its prompt, and before it waits for
         input, until the next key.
         """
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in self.text:
             assert time.monotonic() < deadline, f"{text!r} did not come after {self.text!r}"
             self.type("\x03")

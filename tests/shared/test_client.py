@@ -39,7 +39,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 @pytest.fixture
 async def client(gateway: Any) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=20) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=60) as client:
         yield client
 
 
@@ -304,7 +304,7 @@ async def test_the_timeout_ends_the_call_on_both_sides(gateway: Any) -> None:
     async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=0.2) as client:
         with pytest.raises(DeadlineExceededError):
             await client.generate("Hi")
-    await asyncio.wait_for(gateway.cancelled.wait(), 10)
+    await asyncio.wait_for(gateway.cancelled.wait(), 60)
 
 
 @pytest.mark.parametrize("leave", ["close", "async with", "break"])
@@ -321,11 +321,11 @@ async def test_a_stream_that_is_left_ends_at_the_gateway(gateway: Gateway, clien
     else:
         async for _ in client.stream("Hi"):
             break
-    await asyncio.wait_for(gateway.cancelled.wait(), 10)
+    await asyncio.wait_for(gateway.cancelled.wait(), 60)
 
 
 async def wait_for_request(gateway: Gateway) -> None:
-    await asyncio.wait_for(gateway.called.wait(), 10)
+    await asyncio.wait_for(gateway.called.wait(), 60)
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
@@ -351,7 +351,7 @@ async def test_cancelling_who_waits_is_a_cancellation(gateway: Gateway, client: 
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await asyncio.wait_for(gateway.cancelled.wait(), 10)
+    await asyncio.wait_for(gateway.cancelled.wait(), 60)
 
 
 async def test_tokenizing_goes_there_and_back(gateway: Gateway, client: AsyncClient) -> None:

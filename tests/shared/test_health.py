@@ -14,7 +14,7 @@ pytestmark = pytest.mark.loopback
 async def ask(port, service):
     async with rpc.create_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 

@@ -144,7 +144,7 @@ async def test_a_call_to_a_peer_that_froze_ends_with_the_keepalive_timeout(monke
     frozen = await asyncio.start_server(greet_and_freeze, "127.0.0.1", 0)
     port = frozen.sockets[0].getsockname()[1]
     try:
-        async with rpc.create_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10):
+        async with rpc.create_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(60):
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await channel.unary_unary("/test/Call", bytes, bytes)(b"")
         assert failure.value.details() == "Stream removed (ping timeout)"

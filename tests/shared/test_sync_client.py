@@ -31,7 +31,7 @@ def gateway() -> Iterator[MockGateway]:
 
 @pytest.fixture
 def client(gateway: MockGateway) -> Iterator[Client]:
-    with Client(gateway.address, timeout_s=20) as client:
+    with Client(gateway.address, timeout_s=60) as client:
         yield client
 
 
@@ -156,7 +156,7 @@ def test_nobody_there_is_unavailable() -> None:
 def test_a_program_that_forgets_to_close_ends_without_a_word(gateway: MockGateway, program: str) -> None:
     gateway.script(Answer("a", "b", delay_s=[0, 60]))
     source = f"from holdback import Client; address = {gateway.address!r}; {program}"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert all(call.ended.wait(10) for call in gateway.calls)
 
@@ -176,4 +176,4 @@ def test_an_interrupt_ends_the_call_at_the_gateway(gateway: MockGateway) -> None
         assert child.stdout is not None
         assert child.stdout.readline() == "interrupted\n"
         assert gateway.calls[0].ended.wait(10)  # while the program goes on
-        child.communicate("\n", timeout=30)
+        child.communicate("\n", timeout=60)

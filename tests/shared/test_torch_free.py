@@ -97,7 +97,7 @@ async def started(command: str, folder: pathlib.Path, *arguments: str) -> AsyncI
 async def assert_lives_without_torch(process: LocalProcess) -> None:
     async with rpc.create_channel(f"127.0.0.1:{process.health_port}") as channel:
         stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(channel)
-        reply = await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=30, wait_for_ready=True)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=60, wait_for_ready=True)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     assert resident_bytes(process.child.pid) < MAX_IDLE_BYTES
 

@@ -184,7 +184,7 @@ class Pod:
     def metrics(self) -> dict[str, float]:
         """Series and values as the process serves them now."""
         port = next(port["containerPort"] for port in self.container["ports"] if port["name"] == "metrics")
-        with urllib.request.urlopen(f"http://{LOOPBACK}:{self.port(port)}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{self.port(port)}/metrics", timeout=60) as reply:
             text = reply.read().decode()
         lines = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
         return {series: float(value) for series, _, value in lines}

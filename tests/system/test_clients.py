@@ -54,7 +54,7 @@ async def typescript(addresses: Sequence[str], options: Line, **settings: Any) -
 
     try:
         yield lines()
-        assert await asyncio.wait_for(child.wait(), 30) == 0
+        assert await asyncio.wait_for(child.wait(), 60) == 0
     finally:
         if child.returncode is None:
             child.kill()
@@ -139,10 +139,10 @@ def pieces_of(lines: Sequence[Line]) -> tuple[list[int], str]:
 
 
 async def until_nothing_runs(stack: LocalStack) -> None:
-    async with asyncio.timeout(20), rpc.create_channel(stack.scheduler_address) as channel:
+    async with asyncio.timeout(60), rpc.create_channel(stack.scheduler_address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         while True:
-            load = await stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=10)
+            load = await stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=60)
             if load.num_running + load.num_waiting == 0:
                 return
 
@@ -154,7 +154,7 @@ async def all_lines(running: contextlib.AbstractAsyncContextManager[AsyncIterato
 
 async def test_a_stream_is_the_whole_answer_in_pieces(slow_stack: LocalStack, scenario: Scenario) -> None:
     lines = await all_lines(scenario([slow_stack.gateway_address], generation(12)))
-    async with AsyncClient(slow_stack.gateway_address, timeout_s=30) as client:
+    async with AsyncClient(slow_stack.gateway_address, timeout_s=60) as client:
         whole = await client.generate(token_ids=PROMPT, max_tokens=12, ignore_eos=True, temperature=0)
     assert pieces_of(lines) == (greedy(12), whole.text)
     assert lines[-2]["piece"]["finishReason"] == "LENGTH"
@@ -221,7 +221,7 @@ async def test_a_stream_goes_on_when_its_gateway_is_killed(
         second = await stack.spawn("gateway-2", "gateway", ["--scheduler", stack.scheduler_address])
         await second.wait_for_ports()
         addresses = [stack.gateway_address, rpc.format_address("127.0.0.1", second.port)]
-        async with AsyncClient(addresses[1], timeout_s=30) as client:  # it serves, too
+        async with AsyncClient(addresses[1], timeout_s=60) as client:  # it serves, too
             whole = await client.generate(token_ids=PROMPT, max_tokens=num_tokens, ignore_eos=True, temperature=0)
         async with scenario(addresses, generation(num_tokens)) as lines:
             first = await anext(lines)

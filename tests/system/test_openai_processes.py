@@ -36,14 +36,14 @@ async def http_stack(stack_arguments):
 @contextlib.asynccontextmanager
 async def client_of(stack):
     url = f"http://{stack.http_address}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 async def num_running(stack):
     async with rpc.create_channel(stack.scheduler_address) as channel:
         load = await scheduler_pb2_grpc.SchedulerServiceStub(channel).GetLoad(
-            scheduler_pb2.GetLoadRequest(), timeout=10
+            scheduler_pb2.GetLoadRequest(), timeout=60
         )
     return load.num_running + load.num_waiting
 
@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_frees_what_it_used(http_stack, stream):
     body = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": stream}
     async with httpx.AsyncClient(base_url=f"http://{http_stack.http_address}", trust_env=False) as http:
         asking = asyncio.create_task(http.post("/v1/completions", json=body))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await num_running(http_stack) == 0:
                 assert not asking.done()
             asking.cancel()
@@ -106,7 +106,7 @@ async def test_a_gateway_told_to_stop_ends_its_streams_in_order_and_exits_with_0
         await stack.wait_until_ready()
         body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "stream": True}
         async with (
-            httpx.AsyncClient(base_url=f"http://{stack.http_address}", timeout=30, trust_env=False) as http,
+            httpx.AsyncClient(base_url=f"http://{stack.http_address}", timeout=60, trust_env=False) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
             lines = response.aiter_lines()
@@ -120,4 +120,4 @@ async def test_a_gateway_told_to_stop_ends_its_streams_in_order_and_exits_with_0
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert first["model"] == "small"
-        assert await asyncio.wait_for(stack.gateway.exited, 10) == 0
+        assert await asyncio.wait_for(stack.gateway.exited, 60) == 0

@@ -36,11 +36,11 @@ def greedy(prompt, count):
 async def get_state(stack, request_id=""):
     async with rpc.create_channel(stack.scheduler_address) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        return await stub.GetState(scheduler_pb2.GetStateRequest(request_id=request_id), timeout=10)
+        return await stub.GetState(scheduler_pb2.GetStateRequest(request_id=request_id), timeout=60)
 
 
 async def answer(stack, prompt=PROMPT, **options):
-    async with AsyncClient(stack.gateway_address, timeout_s=30) as client:
+    async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
         return await client.generate(token_ids=prompt, **({"max_tokens": 8, "ignore_eos": True} | options))
 
 
@@ -180,7 +180,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(stack):
         stream = client.stream(token_ids=PROMPT, max_tokens=250, ignore_eos=True)
         await anext(stream)
         stream.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             (lane,) = (await get_state(stack)).lanes
             if lane.num_running == 0:
@@ -347,7 +347,7 @@ async def test_up_prints_its_addresses_and_stops_on_a_signal(tokenizer_directory
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             lines = []
             assert process.stdout is not None
             async for line in process.stdout:

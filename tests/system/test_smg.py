@@ -56,7 +56,7 @@ async def started_smg(worker: str, model: pathlib.Path, log: pathlib.Path) -> As
     try:
         base_url = f"http://127.0.0.1:{port}"
         await wait_until_ready(process, base_url, log)
-        async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             yield client
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -87,7 +87,7 @@ async def smg(
 async def get_load(stack: LocalStack) -> scheduler_pb2.GetLoadResponse:
     async with rpc.create_channel(stack.scheduler_address) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        return await stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=10)
+        return await stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=60)
 
 
 def num_aborted(load: scheduler_pb2.GetLoadResponse) -> int:
@@ -100,7 +100,7 @@ async def test_the_model_is_listed_by_its_first_name(smg: openai.AsyncOpenAI) ->
 
 async def test_a_chat_is_answered_as_our_own_protocol_answers_it(smg: openai.AsyncOpenAI, stack: LocalStack) -> None:
     answer = await smg.chat.completions.create(model="small", messages=MESSAGES, max_tokens=24, temperature=0)
-    async with AsyncClient(stack.gateway_address, timeout_s=30) as client:
+    async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
         ours = await client.generate(messages=MESSAGES, max_tokens=24, temperature=0)
     (choice,) = answer.choices
     assert choice.message.content == ours.text
@@ -140,7 +140,7 @@ async def test_log_probabilities_are_those_of_the_tokens(smg: openai.AsyncOpenAI
     answer = await smg.chat.completions.create(
         model="small", messages=MESSAGES, max_tokens=8, temperature=0, logprobs=True, top_logprobs=1
     )
-    async with AsyncClient(stack.gateway_address, timeout_s=30) as client:
+    async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
         ours = await client.generate(messages=MESSAGES, max_tokens=8, temperature=0, num_logprobs=1)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -157,7 +157,7 @@ async def test_a_completion_is_answered_whole_and_in_pieces(smg: openai.AsyncOpe
         "extra_body": {"ignore_eos": True},
     }
     whole = await smg.completions.create(**options, n=2)
-    async with AsyncClient(stack.gateway_address, timeout_s=30) as client:
+    async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
         ours = await client.generate("Hello", max_tokens=20, temperature=0, ignore_eos=True)
     text = ours.text.rstrip("\ufffd")  # SMG shows nothing of a character that is incomplete at the end
     assert [choice.text for choice in whole.choices] == [text] * 2
@@ -169,7 +169,7 @@ async def test_a_completion_is_answered_whole_and_in_pieces(smg: openai.AsyncOpe
 
 
 async def test_a_stop_string_ends_an_answer_at_the_engine_too(smg: openai.AsyncOpenAI, stack: LocalStack) -> None:
-    async with AsyncClient(stack.gateway_address, timeout_s=30) as client:
+    async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
         ours = await client.generate(messages=MESSAGES, max_tokens=24, temperature=0, ignore_eos=True)
     stop = ours.text[2:4]
     answer = await smg.chat.completions.create(
@@ -192,7 +192,7 @@ async def test_a_stream_that_is_left_half_way_is_aborted_at_the_scheduler(
     await anext(aiter(stream))
     assert (await get_load(stack)).num_running == 1
     await stream.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while num_aborted(load := await get_load(stack)) == num_before:
             pass
     assert num_aborted(load) == num_before + 1
@@ -224,7 +224,7 @@ async def wait_until_lost(stack: LocalStack) -> None:
     async with rpc.create_channel(stack.gateway_address) as channel:
         stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(channel)
         replies: Any = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async for reply in replies:
                 if reply.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                     return
@@ -245,7 +245,7 @@ async def test_a_full_queue_is_a_429_and_a_pool_without_an_executor_a_503_in_our
             running = await smg.completions.create(**options, stream=True)
             await anext(aiter(running))
             waiting = asyncio.create_task(smg.completions.create(**options))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not (await get_load(stack)).num_waiting:
                     pass
             with pytest.raises(openai.RateLimitError, match="the queue is full: max_num_queued_reqs is 1"):
@@ -269,7 +269,7 @@ async def test_a_real_tokenizer_and_template_give_the_same_chat(
         await stack.wait_until_ready()
         async with started_smg(stack.gateway_address, model_directory, tmp_path / "log") as smg:
             answer = await smg.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=24, temperature=0)
-        async with AsyncClient(stack.gateway_address, timeout_s=30) as client:
+        async with AsyncClient(stack.gateway_address, timeout_s=60) as client:
             ours = await client.generate(messages=MESSAGES, max_tokens=24, temperature=0)
     assert answer.choices[0].message.content == ours.text
     assert answer.usage is not None

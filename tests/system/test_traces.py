@@ -62,7 +62,7 @@ def attributes(span: trace_pb2.Span) -> dict[str, object]:
 
 async def ask(stack: LocalStack, headers: dict[str, str], **options: object) -> httpx.Response:
     body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True} | options
-    async with httpx.AsyncClient(base_url=f"http://{stack.http_address}", timeout=30, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=f"http://{stack.http_address}", timeout=60, trust_env=False) as http:
         return await http.post("/v1/completions", json=body, headers=headers)
 
 
