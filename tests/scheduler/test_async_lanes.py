@@ -285,14 +285,16 @@ async def test_a_result_that_does_not_fit_is_blamed_on_its_own_step(simulate: Si
 
 
 async def test_a_step_is_given_its_time_from_the_end_of_the_one_before(simulate: Simulate) -> None:
-    simulation = simulate(min_step_timeout_s=0.2)
+    simulation = simulate(min_step_timeout_s=40)
     lane = await fill(simulation)
-    simulation.clock.advance(0.15)
+    simulation.clock.advance(30)
     await lane.step()
-    simulation.clock.advance(0.15)
+    simulation.clock.advance(30)
     lane.lane.wake()
     await settle()
-    assert simulation.dispatcher.lanes == [lane.lane]  # the step behind was sent 0.3 s ago and runs for 0.15 s
+    assert simulation.dispatcher.lanes == [lane.lane]  # the step behind was sent 60 s ago and runs for 30 s
+    simulation.clock.advance(10)
+    lane.lane.wake()
     assert isinstance(await lane.ended(), InternalError)
     assert moves_of(simulation)["new"] == 1
 
@@ -314,7 +316,9 @@ async def test_a_stream_that_ends_in_a_drain_has_not_run_the_last_step(simulate:
 
 
 async def test_a_step_that_hangs_is_found_while_another_waits_behind_it(simulate: Simulate) -> None:
-    simulation = simulate(min_step_timeout_s=0.02)
+    simulation = simulate(min_step_timeout_s=40)
     lane = await fill(simulation)
+    simulation.clock.advance(40)
+    lane.lane.wake()
     assert isinstance(await lane.ended(), InternalError)
     assert moves_of(simulation) == {"old": 1, "new": 0}

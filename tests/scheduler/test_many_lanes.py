@@ -136,7 +136,7 @@ async def test_a_device_that_hangs_with_its_heartbeats_alive_is_found(serve: Ser
 
 
 async def test_an_executor_that_goes_silent_loses_its_requests_to_another(serve: Serve) -> None:
-    server = await serve(heartbeat_interval_s=0.05, lease_timeout_s=0.4)
+    server = await serve(heartbeat_interval_s=0.05, lease_timeout_s=2)
     async with StubExecutor(server.port, "silent", is_silent=True) as silent, StubGateway(server.port) as gateway:
         await silent.joined()
         await gateway.add(0, build_spec("r", [20, 21], max_tokens=30))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.loopback
 
 Serve = Callable[..., Awaitable[SchedulerServer]]
 PROMPT = [20, 21, 22]
-QUICK = {"heartbeat_interval_s": 0.1, "lease_timeout_s": 1}
+QUICK = {"heartbeat_interval_s": 0.1, "lease_timeout_s": 2}
 
 
 async def refusal(server: SchedulerServer, **changes: Any) -> HoldbackError:
@@ -182,9 +182,9 @@ async def test_heartbeats_keep_a_lease_and_silence_ends_it(serve: Serve) -> None
         async with StubExecutor(server.port, "silent", is_silent=True) as silent:
             error = await silent.registration_ended()
         assert isinstance(error, UnavailableError)
-        assert "silent for 1 s" in error.message
+        assert "silent for 2 s" in error.message
         assert error.reason is ErrorReason.PEER_SILENT
-        await steady.condition.until(lambda: steady.num_heartbeats > 12)  # longer than the lease timeout
+        await steady.condition.until(lambda: steady.num_heartbeats > 22)  # longer than the lease timeout
         assert not steady.ended.done()
 
 

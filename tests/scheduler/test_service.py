@@ -30,7 +30,6 @@ pytestmark = pytest.mark.loopback
 
 Serve = Callable[..., Awaitable[SchedulerServer]]
 PROMPT = [20, 21, 22]
-QUICK = {"heartbeat_interval_s": 0.05, "lease_timeout_s": 0.4}
 
 
 async def readiness(server: SchedulerServer) -> bool:
@@ -52,7 +51,7 @@ async def test_a_request_goes_through_scheduler_and_executor(serve: Serve) -> No
 
 @pytest.mark.case("B59")
 async def test_a_gateway_that_is_told_nothing_is_sent_heartbeats(serve: Serve) -> None:
-    server = await serve(**QUICK)
+    server = await serve(heartbeat_interval_s=0.05, lease_timeout_s=60)
     async with StubGateway(server.port, reads=False) as gateway:
         kinds: list[str | None] = []
         numbers: list[int] = []
