@@ -1,4 +1,4 @@
-"""Keeps the settings of the processes in `k8s/chart/values.schema.json` equal to what the processes accept.
+"""Keeps what `k8s/chart/values.schema.json` has from elsewhere: settings of the processes, and Kubernetes' own types.
 
     python tools/chart_schema.py            writes them
     python tools/chart_schema.py --check    ends with 1 if they differ
@@ -6,14 +6,17 @@
 What has a default in values.yaml is required: a null takes the default away, and so is refused by the key's name.
 
 The chart hands `gateway.config`, `scheduler.config` and `config` of a group of executors to the processes as they are.
-Their types and ranges come from the configuration classes of these; the rest of the schema is written by hand. Settings
-that the chart decides itself are left out, so that they are refused in the values.
+Their types and ranges come from the configuration classes of these. Settings that the chart decides itself are left
+out, so that they are refused in the values. What the chart hands to Kubernetes as it is, such as tolerations, has the
+types of the newest Kubernetes that the chart is made for, without descriptions. The rest is written by hand.
 """
 
 import argparse
+import importlib.resources
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -34,6 +37,17 @@ DECIDED_BY_CHART = {
     *("device", "model", "tensor_parallel_size", "compile_cache", "kernels_directory", "compile_only", "neuron_cores"),
 }
 BOUNDS_OF_ARRAYS = {"minLength": "minItems", "maxLength": "maxItems"}
+KUBERNETES_VERSION = "1.35"
+KUBERNETES_PREFIX = "kubernetes."
+# What the values have of Kubernetes' own, as its schemas call it; what these refer to comes with them.
+KUBERNETES_TYPES = (
+    *("io.k8s.api.core.v1.Affinity", "io.k8s.api.core.v1.Toleration", "io.k8s.api.core.v1.TopologySpreadConstraint"),
+    *("io.k8s.api.core.v1.PodSecurityContext", "io.k8s.api.core.v1.SecurityContext", "io.k8s.api.core.v1.EnvVarSource"),
+    *("io.k8s.api.core.v1.ResourceClaim", "io.k8s.api.core.v1.Volume"),
+    *("io.k8s.api.networking.v1.NetworkPolicyPeer", "io.k8s.api.networking.v1.NetworkPolicyEgressRule"),
+)
+# Thirty kinds of volumes, of which only the names are worth their room here.
+WITHOUT_PARTS = ("io.k8s.api.core.v1.Volume",)
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "gatewayConfig": GatewayConfig,
     "schedulerConfig": SchedulerServiceConfig,
@@ -60,6 +74,8 @@ def render(path: pathlib.Path) -> str:
     schema = json.loads(path.read_text(encoding="utf-8"))
     for name, config in CONFIGS.items():
         schema["$defs"][name] = settings(config)
+    others = {name: value for name, value in schema["$defs"].items() if not name.startswith(KUBERNETES_PREFIX)}
+    schema["$defs"] = others | kubernetes_types()
     require_defaults(schema, yaml.safe_load(VALUES.read_text(encoding="utf-8")))
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
@@ -88,6 +104,59 @@ def settings(config: type[ServiceConfig]) -> dict[str, Any]:
         if name not in DECIDED_BY_CHART
     }
     return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def kubernetes_types() -> dict[str, Any]:
+    """The types of Kubernetes that the values have, by the names that they have in the chart's schema."""
+    folder = importlib.resources.files("kubernetes_validate") / "kubernetes-json-schema"
+    path = folder / f"v{KUBERNETES_VERSION}.0-local-strict" / "_definitions.json"
+    definitions = json.loads(path.read_text(encoding="utf-8"))["$defs"]
+    found: dict[str, Any] = {}
+    wanted = list(KUBERNETES_TYPES)
+    while wanted:
+        name = wanted.pop()
+        if short_name(name) not in found:
+            definition = without_parts(definitions[name]) if name in WITHOUT_PARTS else definitions[name]
+            wanted += references(definition)
+            found[short_name(name)] = shorten(definition)
+    return dict(sorted(found.items()))
+
+
+def short_name(name: str) -> str:
+    return KUBERNETES_PREFIX + name.rpartition(".")[2]
+
+
+def references(value: Any) -> Iterator[str]:
+    """Names of the definitions that a definition refers to."""
+    if isinstance(value, dict):
+        if "$ref" in value:
+            yield value["$ref"].rpartition("/")[2]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+
+
+def without_parts(definition: dict[str, Any]) -> dict[str, Any]:
+    """Its keys, each of any content where it is a type of its own."""
+    properties = {
+        name: {"type": ["object", "null"]} if "$ref" in value else value
+        for name, value in definition["properties"].items()
+    }
+    return definition | {"properties": properties}
+
+
+def shorten(value: Any) -> Any:
+    """Without descriptions and formats, and with references to the short names."""
+    if isinstance(value, list):
+        return [shorten(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: f"#/$defs/{short_name(item)}" if name == "$ref" else shorten(item)
+        for name, item in value.items()
+        if not (name in ("description", "format") and isinstance(item, str)) and not name.startswith("x-")
+    }
 
 
 def resolve(value: Any, definitions: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from gateway.tokenizer import TOKENIZER_FILE
 from holdback.errors import InternalError
 
 CHUNK_BYTES = 64 * 1024
-_NAMES = (
+FILE_NAMES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
     "config.json",
@@ -74,7 +74,7 @@ def _archive(directory: pathlib.Path) -> tuple[bytes, str]:
         raise InternalError(f"the tokenizer's folder has no {TOKENIZER_FILE} any more")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in _NAMES:
+        for name in FILE_NAMES:
             path = directory / name
             if path.is_file():
                 info = zipfile.ZipInfo(name, date_time=_DATE)

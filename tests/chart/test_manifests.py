@@ -94,11 +94,11 @@ def test_no_pod_has_rights_a_token_or_variables_of_services(everything):
     assert everything.all("Role") == everything.all("RoleBinding") == everything.all("ClusterRole") == []
 
 
-def test_containers_are_locked_down(everything):
-    for _, pod in everything.pods():
+def test_containers_are_locked_down(everything, small):
+    for _, pod in (*everything.pods(), *small.pods()):
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in pod["containers"]:
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
@@ -106,38 +106,12 @@ def test_containers_are_locked_down(everything):
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
 
 
-def test_every_mount_has_its_volume_and_every_volume_is_mounted(everything):
-    for manifest, pod in everything.pods():
-        (container,) = pod["containers"]
-        assert names(container["volumeMounts"]) == names(pod["volumes"]), manifest["metadata"]["name"]
-
-
-def test_a_gateway_mounts_tokenizers_and_no_weights(everything, small):
-    mounts = {one["mountPath"]: one for one in small.container("Deployment", "gateway")["volumeMounts"]}
-    assert mounts["/tokenizers/small/tokenizer.json"]["subPath"] == "small/tokenizer.json"
-    assert [path for path in mounts if path.startswith("/tokenizers/small")] == [
-        "/tokenizers/small/tokenizer.json",
-        "/tokenizers/small/tokenizer_config.json",
-        "/tokenizers/small/chat_template.jinja",
-        "/tokenizers/small/generation_config.json",
-        "/tokenizers/small/config.json",
-    ]
-    paths = {
-        one["mountPath"]: one.get("subPath") for one in everything.container("Deployment", "gateway")["volumeMounts"]
-    }
-    assert paths["/tokenizers/large"] == "large"
-    assert paths["/tokenizers/sim"] is None
-    pools = {pool["served_model_names"][0]: pool["tokenizer"] for pool in everything.config("gateway")["pools"]}
-    assert pools == {"large": "/tokenizers/large", "tiny": "/models/tiny", "sim": "/tokenizers/sim"}
-
-
-def test_weights_come_from_a_claim_or_from_the_image(everything, small):
-    (mount,) = [one for one in small.container("Deployment", "cpu")["volumeMounts"] if one["name"] == "model"]
-    assert mount == {"name": "model", "mountPath": "/models/small", "subPath": "small", "readOnly": True}
-    assert small.config("executor")["model"] == "/models/small"
-    assert everything.config("executor", "split")["model"] == "/models/tiny"
-    assert "model" not in names(everything.pod("Deployment", "split")["volumes"])
-    assert "model" not in everything.config("executor", "sim-sim")
+@pytest.mark.parametrize("which", ["small", "everything"])
+def test_every_mount_has_its_volume_and_every_volume_is_mounted(which, request):
+    for manifest, pod in request.getfixturevalue(which).pods():
+        containers = [*pod.get("initContainers", ()), *pod["containers"]]
+        mounted = set().union(*(names(container["volumeMounts"]) for container in containers))
+        assert mounted == names(pod["volumes"]), manifest["metadata"]["name"]
 
 
 def test_cores_are_left_to_the_device_plugin_and_of_whole_devices_the_first_are_named(everything):
@@ -198,20 +172,6 @@ def test_without_tls_processes_are_told_to_listen_in_the_clear(small):
     assert all("tls" not in names(pod["volumes"]) for _, pod in small.pods())
 
 
-def test_only_gateways_and_executors_reach_a_scheduler_and_only_it_its_executors(everything):
-    rules = {one["metadata"]["name"]: one["spec"] for one in everything.all("NetworkPolicy")}
-
-    def callers(name: str) -> list[str]:
-        peers = rules[name]["ingress"][0]["from"]
-        return [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in peers]
-
-    assert callers("hb-holdback-large-scheduler") == ["gateway", "executor"]
-    assert callers("hb-holdback-large-executor") == ["scheduler"]
-    assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in rules.values())
-    assert all({"ports": [{"port": 4317}]} in spec["egress"] for spec in rules.values())
-    assert render(SMALL, sets=["networkPolicy.enabled=false"]).all("NetworkPolicy") == []
-
-
 def test_keys_and_extras_reach_the_gateway(everything):
     pod = everything.pod("Deployment", "gateway")
     container = everything.container("Deployment", "gateway")
@@ -240,14 +200,6 @@ def test_a_label_of_all_and_of_one_object_is_the_object_s_once():
     assert rendered.find("Deployment", "gateway")["metadata"]["labels"]["team"] == "a"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_gateways_of_an_example_find_the_chat_template(example):
-    """`holdback model import` writes it as a file of its own, and without it a model cannot chat."""
-    mounts = render(files=[example]).container("Deployment", "gateway")["volumeMounts"]
-    mounted = {one["mountPath"].rpartition("/")[2] for one in mounts}
-    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"} <= mounted
-
-
 def test_an_ingress_leads_the_api_alone_to_the_http_service(everything):
     """Not the metrics."""
     spec = everything.find("Ingress")["spec"]
@@ -256,18 +208,6 @@ def test_an_ingress_leads_the_api_alone_to_the_http_service(everything):
     assert [rule["host"] for rule in spec["rules"]] == ["llm.example.com", "plain.example.com"]
     assert spec["tls"] == [{"hosts": ["llm.example.com"], "secretName": "llm-tls"}]
     assert spec["rules"][0]["http"]["paths"][0]["backend"]["service"]["name"] == "hb-holdback-gateway"
-
-
-def test_the_helm_test_generates_a_token_with_each_pool(everything, small):
-    jobs = [one for one in everything.all("Job") if one["metadata"]["name"].endswith("-test")]
-    assert len(jobs) == 3
-    assert all(one["metadata"]["annotations"]["helm.sh/hook"] == "test" for one in jobs)
-    arguments = jobs[0]["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "--tls-ca=/etc/holdback/tls/ca.crt" in arguments
-    assert "--address=dns:///hb-holdback-gateway-grpc.serving.svc:50051" in arguments
-    plain = small.container("Job", "test")["args"]
-    assert plain[-1] == "Hello"
-    assert not any(one.startswith("--tls") for one in plain)
 
 
 def notes(values: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from holdback.errors import ErrorReason
 from tests.chart.rendering import CHART, ROOT, SMALL, Rendered, refusal, render
 
 ADDED_BY_PROMETHEUS = {"namespace", "pod", "le"}
@@ -66,6 +67,15 @@ def test_counters_are_asked_for_as_rates(documented):
         for name, _, _ in SERIES.findall(expression):
             if documented[name][0] == "counter" and name != "holdback:compile_cache_misses_total":
                 assert re.search(rf"(rate|increase)\({name}", expression), f"{where}: {name}"
+
+
+def test_the_errors_that_alerts_watch_are_reasons_whose_series_are_there_from_the_start():
+    """Of others the first one would be no increase."""
+    watched = set()
+    for _, expression in expressions():
+        for reasons in re.findall(r'reason=~?"([^"]*)"', expression):
+            watched |= set(reasons.split("|"))
+    assert {"INTERNAL", "QUEUE_FULL"} <= watched <= {reason.value for reason in ErrorReason}
 
 
 def test_every_alert_has_its_paragraph_in_the_operations_page():

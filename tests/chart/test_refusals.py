@@ -41,10 +41,19 @@ SCHEMA = {
     "gateway.extraEnv[0].name=A,gateway.extraEnv[0].value=1": "'/gateway/extraEnv/0/value': got number, want string",
     "gateway.extraEnv[1].nam=A": "additional properties 'nam' not allowed",
     "gateway.extraVolumeMounts[0].path=/a": "additional properties 'path' not allowed",
-    "commonLabels.holdback/pool=a": "'/commonLabels/holdback~1pool': false schema",
-    "gateway.podLabels.holdback/pool=a": "'/gateway/podLabels/holdback~1pool': false schema",
     "gateway.podLabels.tier=two words": "'/gateway/podLabels/tier': 'two words' does not match pattern",
-    "gateway.podAnnotations.checksum/config=a": "'/gateway/podAnnotations/checksum~1config': false schema",
+    "gateway.tolerations[0].kee=a": "'/gateway/tolerations/0': additional properties 'kee' not allowed",
+    "gateway.affinity.nodeAfinity.a=b": "'/gateway/affinity': additional properties 'nodeAfinity' not allowed",
+    "gateway.topologySpreadConstraints[0].maxSkew=1": (
+        "'/gateway/topologySpreadConstraints/0': missing properties 'topologyKey', 'whenUnsatisfiable'"
+    ),
+    "podSecurityContext.runAsUser=root": "'/podSecurityContext/runAsUser': got string, want null or integer",
+    "containerSecurityContext.runAsRoot=true": "'/containerSecurityContext': additional properties 'runAsRoot'",
+    "networkPolicy.extraEgress[0].port=3": "'/networkPolicy/extraEgress/0': additional properties 'port' not allowed",
+    "networkPolicy.gatewayFrom[0].selector.a=b": "'/networkPolicy/gatewayFrom/0': additional properties 'selector'",
+    "gateway.extraVolumes[0].emptydir.a=b": "'/gateway/extraVolumes/0': additional properties 'emptydir' not allowed",
+    "gateway.resources.limits.memory=4GB": "'/gateway/resources/limits/memory': '4GB' does not match pattern",
+    "gateway.gatewayApi.http.parentRefs[0].kind=A": "'/gateway/gatewayApi/http/parentRefs/0': missing property 'name'",
     "gateway.ingress.hosts[0].host=http://a.b": "'/gateway/ingress/hosts/0/host': 'http://a.b' does not match pattern",
     "network.listenAddress=localhost": "'/network/listenAddress': 'localhost' does not match pattern",
     "executorDefaults.config.drain_timeout_s=null": "'/executorDefaults/config': missing property 'drain_timeout_s'",
@@ -282,3 +291,54 @@ def test_a_release_whose_name_no_service_can_have_is_refused():
     assert "make names that start with 1st.one-holdback; allowed" in done.stderr
     own = run_helm("template", "1st.one", str(CHART), "--set=fullnameOverride=first", values=SMALL)
     assert own.returncode == 0, own.stderr
+
+
+OWN_NAMES = """
+commonLabels: {holdback/pool: a, team: b}
+commonAnnotations: {helm.sh/hook: test}
+gateway:
+  podLabels: {app.kubernetes.io/name: a}
+  podAnnotations: {checksum/config: a, note: b}
+executorDefaults:
+  podLabels: {holdback/group: a}
+metrics:
+  alerts: {labels: {helm.sh/chart: a}}
+"""
+
+
+def test_labels_and_annotations_that_the_chart_sets_are_refused_in_its_words():
+    words = refusal(SMALL + OWN_NAMES)
+    for sentence in (
+        "commonLabels has holdback/pool, which the chart sets itself; allowed: every other name",
+        "commonAnnotations has helm.sh/hook, which the chart sets itself",
+        "gateway.podLabels has app.kubernetes.io/name, which the chart sets itself",
+        "gateway.podAnnotations has checksum/config, which the chart sets itself",
+        "pools[small].executors[cpu].podLabels has holdback/group, which the chart sets itself",
+        "metrics.alerts.labels has helm.sh/chart, which the chart sets itself",
+    ):
+        assert sentence in words
+    assert "team" not in words
+    assert "note" not in words
+
+
+REQUESTS = """
+gateway:
+  resources: {requests: {cpu: 1001m, memory: 1Gi}, limits: {cpu: "1", memory: 1000M}}
+poolDefaults:
+  scheduler:
+    resources: {requests: {cpu: 1, memory: 1048576Ki, ephemeral-storage: 1e3}, limits: {cpu: 1000m, memory: 1Gi}}
+executorDefaults:
+  device: neuron
+  resources: {requests: {aws.amazon.com/neuroncore: 2, memory: 2Ti}, limits: {memory: 1Pi}}
+"""
+
+
+def test_requests_above_their_limits_are_refused_and_the_same_in_other_units_is_not():
+    words = refusal(SMALL + REQUESTS)
+    above = [line for line in words.split(" - ") if ".resources.requests." in line]
+    assert [line.split("; ")[0] for line in above] == [
+        "gateway.resources.requests.cpu is 1001m",
+        "gateway.resources.requests.memory is 1Gi",
+        "pools[small].executors[cpu].resources.requests.aws.amazon.com/neuroncore is 2",
+    ]
+    assert above[0].endswith("allowed: at most limits.cpu, which is 1")

@@ -36,39 +36,76 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Not empty where a pool's tokenizer lies among the weights, and gateways get a copy of its files. Argument: a pool. */}}
+{{- define "holdback.tokenizer.isCopied" -}}
+{{- if not (or .tokenizer.imagePath .tokenizer.configMap .tokenizer.persistentVolumeClaim) -}}
+{{- if .model.persistentVolumeClaim -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "holdback.tokenizer.volume" -}}
-{{- if .tokenizer.imagePath }}
+{{- if include "holdback.tokenizer.isCopied" . }}
+- name: tokenizer-{{ .name }}
+  emptyDir: {}
+- name: model-{{ .name }}
+  persistentVolumeClaim:
+    claimName: {{ .model.persistentVolumeClaim.claimName }}
+    readOnly: true
 {{- else if .tokenizer.configMap }}
 - name: tokenizer-{{ .name }}
   configMap:
     name: {{ .tokenizer.configMap }}
-{{- else }}
-{{- with .tokenizer.persistentVolumeClaim | default .model.persistentVolumeClaim }}
-- name: tokenizer-{{ $.name }}
+{{- else if .tokenizer.persistentVolumeClaim }}
+- name: tokenizer-{{ .name }}
   persistentVolumeClaim:
-    claimName: {{ .claimName }}
+    claimName: {{ .tokenizer.persistentVolumeClaim.claimName }}
     readOnly: true
-{{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* A folder of its own is mounted whole; of the model's volume only the files that are named, so no weights. */}}
 {{- define "holdback.tokenizer.mount" -}}
-{{- $pool := . }}
-{{- if .tokenizer.imagePath }}
-{{- else if or .tokenizer.configMap .tokenizer.persistentVolumeClaim }}
+{{- if or (include "holdback.tokenizer.isCopied" .) .tokenizer.configMap .tokenizer.persistentVolumeClaim }}
 - name: tokenizer-{{ .name }}
   mountPath: /tokenizers/{{ .name }}
   {{- with dig "path" "" (.tokenizer.persistentVolumeClaim | default dict) }}
   subPath: {{ . }}
   {{- end }}
   readOnly: true
-{{- else if .model.persistentVolumeClaim }}
-{{- range .tokenizer.files }}
-- name: tokenizer-{{ $pool.name }}
-  mountPath: /tokenizers/{{ $pool.name }}/{{ . }}
-  subPath: {{ list $pool.model.persistentVolumeClaim.path . | compact | join "/" }}
-  readOnly: true
 {{- end }}
-{{- end }}
+{{- end -}}
+
+{{/*
+A container that copies a tokenizer from among the weights before the gateway starts. Mounted one by one, a file that is
+not there would keep the pod from starting, and models differ in which they have. Arguments: root, component, settings,
+pool.
+*/}}
+{{- define "holdback.tokenizer.copy" -}}
+- name: tokenizer-{{ .pool.name }}
+  {{- include "holdback.container" . | nindent 2 }}
+  command:
+    - sh
+    - -ec
+    - |
+      for file in "$@"; do
+        if [ -f "/models/{{ .pool.name }}/$file" ]; then
+          cp -f "/models/{{ .pool.name }}/$file" "/tokenizers/{{ .pool.name }}/$file"
+          echo "$file copied"
+        else
+          echo "$file is not there"
+        fi
+      done
+    - copy
+    {{- toYaml .pool.tokenizer.files | nindent 4 }}
+  resources:
+    requests: {cpu: 50m, memory: 32Mi}
+    limits: {memory: 128Mi}
+  volumeMounts:
+    - name: tokenizer-{{ .pool.name }}
+      mountPath: /tokenizers/{{ .pool.name }}
+    - name: model-{{ .pool.name }}
+      mountPath: /models/{{ .pool.name }}
+      {{- with .pool.model.persistentVolumeClaim.path }}
+      subPath: {{ . }}
+      {{- end }}
+      readOnly: true
 {{- end -}}

@@ -135,9 +135,12 @@ readinessProbe:
 
 {{/* Egress that every pod needs: names, and what the operator adds. */}}
 {{- define "holdback.egress" -}}
+# 5353 is where OpenShift's name servers listen behind their Service.
 - ports:
     - {port: 53, protocol: UDP}
     - {port: 53, protocol: TCP}
+    - {port: 5353, protocol: UDP}
+    - {port: 5353, protocol: TCP}
 {{- with .Values.networkPolicy.extraEgress }}
 {{ toYaml . }}
 {{- end }}

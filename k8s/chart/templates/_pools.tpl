@@ -14,6 +14,20 @@ Gives `dst` every key of `src` that it lacks, mapping by mapping. A key that is 
 {{- end -}}
 
 {{/*
+Takes from `defaults` the kinds that `chosen` does not have, if it has one: a pool whose model is in the image has no
+claim for it, also where poolDefaults has one. Arguments: chosen, defaults, kinds.
+*/}}
+{{- define "holdback.chooseKind" -}}
+{{- $chosen := .chosen | default dict -}}
+{{- $defaults := .defaults -}}
+{{- $isChosen := false -}}
+{{- range .kinds -}}{{- $isChosen = or $isChosen (hasKey $chosen .) -}}{{- end -}}
+{{- range .kinds -}}
+{{- if and $isChosen (not (hasKey $chosen .)) -}}{{- $_ := unset $defaults . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
 All pools with what they leave out filled in, as JSON `{"pools": [...]}`, and beside it what is derived once:
 schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fullname, guaranteed of a group.
 */}}
@@ -24,7 +38,10 @@ schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fulln
 {{- $pools := list -}}
 {{- range .Values.pools -}}
 {{- $pool := deepCopy . -}}
-{{- include "holdback.fill" (dict "dst" $pool "src" (deepCopy $root.Values.poolDefaults)) -}}
+{{- $defaults := deepCopy $root.Values.poolDefaults -}}
+{{- include "holdback.chooseKind" (dict "chosen" $pool.model "defaults" $defaults.model "kinds" (list "persistentVolumeClaim" "imagePath")) -}}
+{{- include "holdback.chooseKind" (dict "chosen" $pool.tokenizer "defaults" $defaults.tokenizer "kinds" (list "persistentVolumeClaim" "configMap" "imagePath")) -}}
+{{- include "holdback.fill" (dict "dst" $pool "src" $defaults) -}}
 {{- $scheduler := printf "%s-%s-scheduler" $prefix $pool.name -}}
 {{- $_ := set $pool "schedulerName" $scheduler -}}
 {{- $_ := set $pool "schedulerAddress" (printf "%s.%s.svc:%d" $scheduler $root.Release.Namespace $port) -}}

@@ -53,7 +53,11 @@ keys they are, so that one run tells all of them.
 {{- $_ := set $problems (printf "metrics.port is %d, which is the port of %s; allowed: one of its own" (int $port) $process) true -}}
 {{- end -}}
 {{- end -}}
+{{- $values := .root.Values -}}
+{{- include "holdback.validate.labels" (dict "where" "commonLabels" "labels" $values.commonLabels "problems" $problems) -}}
+{{- include "holdback.validate.annotations" (dict "where" "commonAnnotations" "annotations" $values.commonAnnotations "problems" $problems) -}}
 {{- range list "podMonitor" "dashboard" "alerts" -}}
+{{- include "holdback.validate.labels" (dict "where" (printf "metrics.%s.labels" .) "labels" (get $metrics .).labels "problems" $problems) -}}
 {{- if and (not $metrics.enabled) (get $metrics .).enabled -}}
 {{- $_ := set $problems (printf "metrics.%s.enabled is true, but metrics.enabled is false; allowed: both or neither" .) true -}}
 {{- end -}}
@@ -66,9 +70,10 @@ keys they are, so that one run tells all of them.
 {{- $volumes := list "keys" -}}
 {{- range .root.Values.pools -}}
 {{- $volumes = append $volumes (printf "tokenizer-%s" .name) -}}
+{{- $volumes = append $volumes (printf "model-%s" .name) -}}
 {{- $mounts = append $mounts (printf "/tokenizers/%s" .name) -}}
 {{- end -}}
-{{- include "holdback.validate.extras" (dict "where" "gateway" "settings" $gateway "volumes" $volumes "mounts" $mounts "problems" .problems) -}}
+{{- include "holdback.validate.process" (dict "where" "gateway" "settings" $gateway "volumes" $volumes "mounts" $mounts "problems" .problems) -}}
 {{- include "holdback.validate.autoscaling" (dict "where" "gateway.autoscaling" "autoscaling" $gateway.autoscaling "problems" .problems) -}}
 {{- $grace := $gateway.terminationGracePeriodSeconds -}}
 {{- $needed := addf $gateway.preStopSeconds $gateway.config.drain_timeout_s -}}
@@ -146,7 +151,7 @@ keys they are, so that one run tells all of them.
 {{- $_ := set $problems (printf "%s.model has %s; allowed: one of them" $where (keys $pool.model | sortAlpha | join " and ")) true -}}
 {{- end -}}
 {{- include "holdback.validate.name" (dict "where" $where "name" (include "holdback.executor.tlsName" .) "problems" $problems) -}}
-{{- include "holdback.validate.extras" (dict "where" (printf "%s.scheduler" $where) "settings" $pool.scheduler "problems" $problems) -}}
+{{- include "holdback.validate.process" (dict "where" (printf "%s.scheduler" $where) "settings" $pool.scheduler "problems" $problems) -}}
 {{- $scaled := list -}}
 {{- range $pool.executors -}}
 {{- if ne .autoscaling.type "none" -}}{{- $scaled = append $scaled .name -}}{{- end -}}
@@ -195,7 +200,7 @@ keys they are, so that one run tells all of them.
 
 {{- define "holdback.validate.group" -}}
 {{- $group := .group -}}
-{{- include "holdback.validate.extras" (dict "where" .where "settings" $group "volumes" (list "cache" "model") "mounts" (list "/var/cache/holdback" (printf "/models/%s" .pool.name)) "problems" .problems) -}}
+{{- include "holdback.validate.process" (dict "where" .where "settings" $group "volumes" (list "cache" "model") "mounts" (list "/var/cache/holdback" (printf "/models/%s" .pool.name)) "resources" (include "holdback.executor.resources" . | fromYaml) "problems" .problems) -}}
 {{- $model := first .pool.servedModelNames -}}
 {{- if and (eq $group.autoscaling.type "hpa") (not (regexMatch "^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$" $model)) -}}
 {{- $_ := set .problems (printf "%s.autoscaling.type is hpa, but the first of servedModelNames, %q, is no label value, by which it asks for metrics; allowed: letters, digits, -, _ and ., at most 63 of them, or the type keda" .where $model) true -}}

@@ -1,4 +1,65 @@
-{{/* Variables, volumes and mounts of the values that would collide with the chart's or with each other. */}}
+{{/* What the values add to the chart's objects: what would collide with the chart's own or each other, or cannot be. */}}
+
+{{/* Labels and annotations that the chart sets itself. Arguments: where, given (a mapping), own (names), problems. */}}
+{{- define "holdback.validate.own" -}}
+{{- $where := .where -}}
+{{- $problems := .problems -}}
+{{- $own := .own -}}
+{{- range $key, $_ := .given -}}
+{{- if has $key $own -}}
+{{- $_ := set $problems (printf "%s has %s, which the chart sets itself; allowed: every other name" $where $key) true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Arguments: where, labels, problems. */}}
+{{- define "holdback.validate.labels" -}}
+{{- $own := list "helm.sh/chart" "holdback/pool" "holdback/group" -}}
+{{- range list "name" "instance" "component" "version" "managed-by" -}}
+{{- $own = append $own (printf "app.kubernetes.io/%s" .) -}}
+{{- end -}}
+{{- include "holdback.validate.own" (dict "where" .where "given" .labels "own" $own "problems" .problems) -}}
+{{- end -}}
+
+{{/* Arguments: where, annotations, problems. */}}
+{{- define "holdback.validate.annotations" -}}
+{{- $own := list "checksum/config" "helm.sh/hook" "helm.sh/hook-delete-policy" -}}
+{{- include "holdback.validate.own" (dict "where" .where "given" .annotations "own" $own "problems" .problems) -}}
+{{- end -}}
+
+{{/* A quantity as a number. */}}
+{{- define "holdback.quantity" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^[0-9.]+([eE][+-]?[0-9]+)?" $text -}}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 -}}
+{{- $binary := 1.0 -}}
+{{- range list "Ki" "Mi" "Gi" "Ti" "Pi" "Ei" -}}
+{{- $binary = mulf $binary 1024.0 -}}
+{{- $_ := set $factors . $binary -}}
+{{- end -}}
+{{- mulf (float64 $number) (get $factors (trimPrefix $number $text)) -}}
+{{- end -}}
+
+{{/* Arguments: where, resources, problems. */}}
+{{- define "holdback.validate.resources" -}}
+{{- $where := .where -}}
+{{- $problems := .problems -}}
+{{- $limits := .resources.limits | default dict -}}
+{{- range $name, $request := .resources.requests -}}
+{{- $limit := get $limits $name -}}
+{{- if and (hasKey $limits $name) (gt (include "holdback.quantity" $request | float64) (include "holdback.quantity" $limit | float64)) -}}
+{{- $_ := set $problems (printf "%s.resources.requests.%s is %v; allowed: at most limits.%s, which is %v" $where $name $request $name $limit) true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* All of a process's pods. Arguments: where, settings, problems, and beyond those of every pod volumes and mounts. */}}
+{{- define "holdback.validate.process" -}}
+{{- include "holdback.validate.extras" . -}}
+{{- include "holdback.validate.labels" (dict "where" (printf "%s.podLabels" .where) "labels" .settings.podLabels "problems" .problems) -}}
+{{- include "holdback.validate.annotations" (dict "where" (printf "%s.podAnnotations" .where) "annotations" .settings.podAnnotations "problems" .problems) -}}
+{{- include "holdback.validate.resources" (dict "where" .where "resources" (.resources | default .settings.resources) "problems" .problems) -}}
+{{- end -}}
 
 {{/* Arguments: where, settings, problems, and beyond those of every pod volumes and mounts (paths). */}}
 {{- define "holdback.validate.extras" -}}
