@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 
 import pytest
 import yaml
 
 from gateway.vllm_engine.tokenizer_files import FILE_NAMES
-from tests.chart.rendering import CHART, EXAMPLES, SMALL, Manifest, Rendered, refusal, render
+from tests.chart.rendering import CHART, EXAMPLES, ROOT, SMALL, Manifest, Rendered, refusal, render
 
 DEFAULT_CLAIM = "\npoolDefaults: {model: {persistentVolumeClaim: {claimName: shared, path: all}}}\n"
 
@@ -129,3 +130,13 @@ def test_the_gateways_of_an_example_find_the_chat_template(example):
     """`holdback model import` writes it as a file of its own, and without it a model cannot chat."""
     container = copier(render(files=[example]))
     assert {"tokenizer.json", "chat_template.jinja"} <= set(container["command"])
+
+
+def test_the_storage_class_in_the_docs_has_the_user_of_the_pods_and_nobody_else(small):
+    """Executors refuse a compile cache of another's."""
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (block,) = [one for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "StorageClass" in one]
+    parameters = yaml.safe_load(block)["parameters"]
+    context = small.pod("Deployment", "cpu")["securityContext"]
+    assert (parameters["uid"], parameters["gid"]) == (str(context["runAsUser"]), str(context["runAsGroup"]))
+    assert parameters["directoryPerms"] == "700"

@@ -134,7 +134,8 @@ def test_what_reads_metrics_is_refused_where_there_are_none():
 def test_the_adapter_s_rule_in_the_docs_gives_the_namespace_and_the_names_of_the_chart():
     """Without the override an adapter does not know which label is the namespace that an autoscaler asks for."""
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    (rule,) = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["externalRules"]
+    (block,) = [one for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if one.startswith("externalRules")]
+    (rule,) = yaml.safe_load(block)["externalRules"]
     assert rule["resources"] == {"overrides": {"namespace": {"resource": "namespace"}}}
     pattern, name = rule["name"]["matches"], rule["name"]["as"].replace("$1", r"\1")
     hpa = render(SMALL, sets=["pools[0].executors[0].autoscaling.type=hpa"]).find("HorizontalPodAutoscaler")
