@@ -260,7 +260,7 @@ async def test_a_short_loss_is_not_unready(engine: EngineClient, scheduler: Scri
 @pytest.mark.case("B59")
 async def test_a_scheduler_that_freezes_is_lost_though_its_connection_stays(scheduler: ScriptedScheduler) -> None:
     scheduler.heartbeat_interval_s = 0.05
-    engine = make_engine(scheduler.target, loss_timeout_s=0.2, silence_timeout_s=0.1)
+    engine = make_engine(scheduler.target, loss_timeout_s=0.2, silence_timeout_s=1)
     engine.start()
     await wait_ready(engine)
     submission = engine.submit(spec(), MODEL)
@@ -278,7 +278,7 @@ async def test_a_scheduler_that_freezes_is_lost_though_its_connection_stays(sche
 
 async def test_a_short_freeze_costs_no_token(scheduler: ScriptedScheduler) -> None:
     scheduler.heartbeat_interval_s = 0.05
-    engine = make_engine(scheduler.target, silence_timeout_s=0.5)
+    engine = make_engine(scheduler.target, silence_timeout_s=1)
     engine.start()
     await wait_ready(engine)
     submission = engine.submit(spec(), MODEL)
@@ -297,10 +297,10 @@ async def test_a_short_freeze_costs_no_token(scheduler: ScriptedScheduler) -> No
 
 async def test_heartbeats_keep_a_stream_on_which_nothing_else_comes(scheduler: ScriptedScheduler) -> None:
     scheduler.heartbeat_interval_s = 0.05
-    engine = make_engine(scheduler.target, silence_timeout_s=1)
+    engine = make_engine(scheduler.target, silence_timeout_s=2)
     engine.start()
     await wait_ready(engine)
-    await scheduler.until_heartbeats(30)
+    await scheduler.until_heartbeats(50)  # in more than 2 s
     assert engine.is_connected
     assert len(scheduler.hellos) == 1
     await engine.close()
@@ -340,8 +340,10 @@ async def test_a_scheduler_of_another_protocol_is_not_used(scheduler: ScriptedSc
     engine.start()
     engine.submit(spec(), MODEL)
     await wait_loss(engine)
+    async with asyncio.timeout(60):
+        while not scheduler.hellos:  # noqa: ASYNC110 - nobody tells of them, and no time need pass
+            await asyncio.sleep(0)
     assert scheduler.adds.empty()
-    assert scheduler.hellos
     await engine.close()
 
 

@@ -337,11 +337,11 @@ async def test_a_client_that_goes_away_ends_its_requests_at_once(
 async def test_a_deadline_is_told_to_the_scheduler_and_ends_the_request(
     gateway: GatewayServer, scheduler: ScriptedScheduler
 ) -> None:
-    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=0.3) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=2) as client:
         with pytest.raises(DeadlineExceededError):
             await client.generate("x", request_id="late", max_tokens=20)
     add = await scheduler.next_add()
-    assert 1 <= add.spec.deadline_ms <= 300
+    assert 1 <= add.spec.deadline_ms <= 2000
     assert await scheduler.next_abort() == ("late", 0)
 
 

@@ -94,7 +94,7 @@ async def test_a_stop_string_ends_with_stop_and_what_came_after_it_is_not_counte
 async def test_a_call_past_its_deadline_counts_as_aborted_once(
     gateway: GatewayServer, scheduler: ScriptedScheduler
 ) -> None:
-    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=0.3, max_retries=0, max_resumes=0) as client:
+    async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=2, max_retries=0, max_resumes=0) as client:
         asking = asyncio.create_task(client.generate(token_ids=PROMPT, max_tokens=30))
         add = await scheduler.next_add()
         scheduler.tokens(add.handle, 0, [40])

@@ -69,9 +69,9 @@ async def test_a_model_without_template_refuses_every_conversation(start: Start)
 
 @pytest.mark.case("B72")
 async def test_a_template_that_takes_too_long_is_ended_and_the_next_conversation_is_served(start: Start) -> None:
-    _, [template] = await start(ON_REQUEST, timeout_s=0.5)
+    _, [template] = await start(ON_REQUEST, timeout_s=2)
     error = await refusal(template, SLOW)
-    assert error.message.endswith("it took longer than template_timeout_s, which is 0.5 s")
+    assert error.message.endswith("it took longer than template_timeout_s, which is 2 s")
     assert await template.render(USER) == "h\u00e9"
 
 
@@ -158,7 +158,7 @@ async def test_what_is_constant_in_a_template_is_worked_out_within_bounds(
 
 @pytest.mark.case("B56")
 async def test_clients_that_leave_start_no_more_processes_than_there_may_be(start: Start) -> None:
-    workers, [template] = await start(ON_REQUEST, timeout_s=1.0)
+    workers, [template] = await start(ON_REQUEST, timeout_s=20)
     left = [asyncio.create_task(template.render(SLOW)) for _ in range(8)]
     await asyncio.sleep(0.2)
     for task in left:

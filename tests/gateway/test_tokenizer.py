@@ -8,7 +8,6 @@ import json
 import pathlib
 import re
 import threading
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -154,15 +153,13 @@ def test_of_several_named_templates_the_default_one_is_taken(tmp_path: pathlib.P
 
 async def test_a_long_text_does_not_hold_the_event_loop(tmp_path: pathlib.Path) -> None:
     tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
-    began = last = time.perf_counter()  # before the thread can take the interpreter's lock
     encoding = asyncio.create_task(tokenizer.encode("\n" * 400_000))
-    longest = 0.0
+    num_rounds = 0
     while not encoding.done():
         await asyncio.sleep(0)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
+        num_rounds += 1
     assert len(await encoding) == 400_000
-    assert longest < (last - began) / 2
+    assert num_rounds > 100  # thousands; a handful where the loop waits for the interpreter's lock
 
 
 async def test_what_is_short_does_not_wait_for_long_texts_of_others(
