@@ -12,10 +12,16 @@ import pathlib
 import re
 import signal
 
+import hypothesis
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CASE_ID = re.compile(r"B\d{2}")
+
+
+# On a loaded machine an example may take any time.
+hypothesis.settings.register_profile("holdback", deadline=None)
+hypothesis.settings.load_profile("holdback")
 
 
 def pytest_configure() -> None:
