@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 
+from gateway.backlog import Backlog
 from gateway.chat import check_messages, template_error, template_failed
 from gateway.template_process import HEADER, pack
 from holdback.errors import ConfigError, InternalError
@@ -30,6 +31,7 @@ log = structlog.get_logger(__name__)
 NUM_WORKERS = 2
 START_TIMEOUT_S = 60.0
 MEMORY_BYTES = 1024**3
+MAX_WAITING_CHARS = 64 * 1024 * 1024
 ENVIRONMENT = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "TZ")
 """All of the gateway's environment that a template's process gets: nothing in it is secret."""
 
@@ -70,6 +72,7 @@ class TemplateWorkers:
         self._idle: list[_Worker] = []
         self._busy: set[asyncio.Task[str]] = set()
         self._free = asyncio.Semaphore(NUM_WORKERS)
+        self._waiting = Backlog("rendered by a chat template", MAX_WAITING_CHARS)
 
     def add(self, source: TemplateSource) -> WorkerTemplate:
         """Makes a template known; before `start`."""
@@ -81,7 +84,16 @@ class TemplateWorkers:
         self._idle.append(await self._start_worker())
 
     async def render(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a conversation. Raises InvalidArgumentError when the template does not give one in time."""
+        """The prompt of a conversation.
+
+        Raises:
+            InvalidArgumentError: the template does not give one in time.
+            ResourceExhaustedError: too much text waits already.
+        """
+        with self._waiting.holding(sum(len(message["content"]) for message in messages)):
+            return await self._render_in_turn(number, messages)
+
+    async def _render_in_turn(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
         await self._free.acquire()
         # Who gives up does not leave an answer behind that the next would read: the exchange goes on without it, and
         # its process counts as taken until then.

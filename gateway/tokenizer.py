@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
+from gateway.backlog import Backlog
 from gateway.detokenizer import TokenTable, decode
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
@@ -29,6 +30,10 @@ MAX_THREADS = 4
 LONG_TEXT_CHARS = 64 * 1024
 LONG_NUM_TOKENS = 16 * 1024
 """What takes more than some tens of milliseconds."""
+
+MAX_LONG_CHARS = 64 * 1024 * 1024
+"""Of long texts that wait: about a minute's work for one thread."""
+
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -53,6 +58,7 @@ class Tokenizer:
         self._backend = backend
         num_threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_texts = Backlog("tokenized", MAX_LONG_CHARS)
         self._long_threads = ThreadPoolExecutor(max(1, num_threads // 2), thread_name_prefix="tokenizer-long")
         backend.no_truncation()
         backend.no_padding()
@@ -84,7 +90,11 @@ class Tokenizer:
         return cls(backend, files, _read_chat_template(directory, files["tokenizer_config.json"]))
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, the model's special tokens added once."""
+        """Token ids of plain text, the model's special tokens added once.
+
+        Raises:
+            ResourceExhaustedError: too much long text waits already.
+        """
         token_ids = await self.encode_rendered(text)
         prefix = self._prefix
         if self.bos_token_id is not None and token_ids[:1] == [self.bos_token_id] and prefix[-1:] == token_ids[:1]:
@@ -92,16 +102,19 @@ class Tokenizer:
         return [*prefix, *token_ids, *self._suffix]
 
     async def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of text that already has its special tokens, as a chat template writes it."""
-        return await self._run(lambda: self._encode(text), is_long=len(text) > LONG_TEXT_CHARS)
+        """Token ids of text that already has its special tokens, as a chat template writes it. Raises as `encode`."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return await _run(self._threads, partial(self._encode, text))
+        with self._long_texts.holding(len(text)):
+            return await _run(self._long_threads, partial(self._encode, text))
 
     async def decode(
         self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, whole_only: bool = False
     ) -> str:
         """Text of token ids, as `detokenizer.decode` says."""
-        is_long = len(token_ids) > LONG_NUM_TOKENS
-        run = partial(decode, self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
-        return await self._run(run, is_long=is_long)
+        threads = self._long_threads if len(token_ids) > LONG_NUM_TOKENS else self._threads
+        work = partial(decode, self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
+        return await _run(threads, work)
 
     def mismatch(self, model: ModelInfo) -> str | None:
         """Why this tokenizer cannot serve the model, with the numbers; None if it can.
@@ -128,10 +141,6 @@ class Tokenizer:
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], T], *, is_long: bool) -> T:
-        threads = self._long_threads if is_long else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
-
     def _encode(self, text: str) -> list[int]:
         # `encode` of one text holds Python's lock for as long as it takes, seconds for a megabyte; this does not.
         return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
@@ -146,6 +155,10 @@ class Tokenizer:
         token_ids, is_added = encoding.ids, encoding.special_tokens_mask
         own = [index for index, added in enumerate(is_added) if not added] or [len(token_ids)]
         return token_ids[: own[0]], token_ids[own[-1] + 1 :]
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

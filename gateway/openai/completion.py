@@ -48,7 +48,7 @@ def _token_ids(name: str, value: Sequence[Any]) -> list[int]:
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_UINT32:
         return list(value)
     index = next(i for i, entry in enumerate(value) if type(entry) is not int or not 0 <= entry <= MAX_UINT32)
-    raise wrong(f"{name}[{index}]", value[index], "token ids, each a whole number of at least 0")
+    raise wrong(f"{name}[{index}]", value[index], f"token ids, each a whole number in [0, {MAX_UINT32}]")
 
 
 _TEXT = {"type": "string", "maxLength": MAX_PROMPT_BYTES}

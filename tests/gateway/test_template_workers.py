@@ -12,7 +12,7 @@ import pytest
 
 from gateway import template_workers
 from gateway.template_workers import NUM_WORKERS, TemplateSource, TemplateWorkers, WorkerTemplate
-from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError
+from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
 
 USER = [{"role": "user", "content": "h\u00e9"}]
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
@@ -167,3 +167,14 @@ async def test_clients_that_leave_start_no_more_processes_than_there_may_be(star
     assert len(workers._busy) <= NUM_WORKERS
     assert await template.render(USER) == "h\u00e9"
     assert len(workers._busy) + len(workers._idle) <= NUM_WORKERS
+
+
+async def test_more_text_than_may_wait_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_workers, "MAX_WAITING_CHARS", 10)
+    _, [template] = await start("{{ messages[0].content }}")
+    under_way = asyncio.create_task(template.render([{"role": "user", "content": "a" * 8}]))
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhaustedError, match="8 characters wait to be rendered by a chat template and 3 would"):
+        await template.render([{"role": "user", "content": "bbb"}])
+    assert await under_way == "a" * 8
+    assert await template.render([{"role": "user", "content": "c" * 30}]) == "c" * 30

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import processors
 
 from gateway.tokenizer import MAX_THREADS, Tokenizer
-from holdback.errors import ConfigError
+from holdback.errors import ConfigError, ResourceExhaustedError
 from holdback.types import ModelInfo
 from tests.gateway.small_tokenizers import KINDS, byte_ids, make_tokenizer, save_directory, with_bos
 
@@ -183,4 +183,20 @@ async def test_what_is_short_does_not_wait_for_long_texts_of_others(
         may_go_on.set()
     assert await asyncio.gather(*others) == [[100_000]] * len(others)
     await long_answer
+    tokenizer.close()
+
+
+async def test_more_long_text_than_may_wait_is_refused_and_the_rest_is_served(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tokenizer.MAX_LONG_CHARS", 250_000)
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    waiting = [asyncio.create_task(tokenizer.encode("\n" * 100_000)) for _ in range(2)]
+    await asyncio.sleep(0)
+    expected = "200000 characters wait to be tokenized and 100000 would be added; allowed: 250000 at once"
+    with pytest.raises(ResourceExhaustedError, match=expected):
+        await tokenizer.encode("\n" * 100_000)
+    assert len(await tokenizer.encode("\n")) == 1
+    assert [len(token_ids) for token_ids in await asyncio.gather(*waiting)] == [100_000, 100_000]
+    assert len(await tokenizer.encode("\n" * 300_000)) == 300_000  # alone it may be any length
     tokenizer.close()
