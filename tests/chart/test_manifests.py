@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from gateway.config import GatewayConfig
-from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Manifest, render, run_helm
+from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Manifest, Rendered, render, run_helm
 from tools.check_chart import KUBERNETES_VERSIONS, check_manifest
 
 
@@ -58,6 +58,36 @@ def test_selectors_find_their_pods_and_no_others(everything):
     for service in everything.all("Service"):
         wanted = service["spec"]["selector"].items()
         assert len([one for one, labels in pods if wanted <= labels.items()]) == 1
+
+
+def test_no_value_changes_what_a_deployment_selects(small):
+    """Kubernetes refuses to change it, so such an upgrade would fail."""
+
+    def selectors(rendered: Rendered) -> dict[str, Manifest]:
+        return {one["metadata"]["name"]: one["spec"]["selector"] for one in rendered.all("Deployment")}
+
+    changed = render(
+        SMALL,
+        sets=[
+            *("commonLabels.team=a", "gateway.podLabels.tier=b", "executorDefaults.podLabels.tier=c"),
+            *("gateway.image.tag=next", "executorDefaults.device=simulated", "gateway.autoscaling.type=hpa"),
+            *("fullnameOverride=hb-holdback", "nameOverride=other", "pools[0].servedModelNames={another}"),
+        ],
+    )
+    assert selectors(changed) == selectors(small)
+
+
+def test_a_cluster_may_choose_the_user_of_the_pods():
+    """As OpenShift does, of numbers as large as these."""
+    chosen = [
+        "podSecurityContext.runAsUser=null",
+        "podSecurityContext.runAsGroup=null",
+        "podSecurityContext.fsGroup=null",
+    ]
+    for _, pod in render(SMALL, sets=chosen).pods():
+        assert pod["securityContext"].keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+    own = render(SMALL + "podSecurityContext: {runAsUser: 1000740000}\n")
+    assert all(pod["securityContext"]["runAsUser"] == 1000740000 for _, pod in own.pods())
 
 
 def test_a_scheduler_is_found_while_it_is_not_ready(small):
@@ -222,6 +252,8 @@ def test_the_notes_say_how_to_call_it_and_what_is_open(small):
     assert "http://hb-holdback-gateway.serving.svc:8000/v1" in text
     assert "TLS is off" in text
     assert "There are no API keys" in text
+    assert "helm -n serving test hb\n" in text
+    assert "up to 240 s" in text
     assert "small-model has one executor: while it starts again, requests wait for up to 3600 s." in text
 
 
@@ -232,3 +264,10 @@ def test_the_notes_list_the_names_that_given_certificates_must_have(everything):
     assert everything.config("scheduler", "large-scheduler")["tls_server_name"] in text
     assert "TLS is off" not in text
     assert "There are no API keys" not in text
+    assert "helmTest.apiKeySecret" not in text
+
+
+def test_the_notes_say_what_the_test_needs():
+    text = notes(SMALL + "gateway: {apiKeys: {existingSecret: keys}}\nhelmTest: {timeoutSeconds: 4000}\n")
+    assert "helm -n serving test hb --timeout 4060s\n" in text
+    assert "It needs an API key in the secret helmTest.apiKeySecret, which is not set." in text

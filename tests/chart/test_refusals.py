@@ -36,6 +36,7 @@ SCHEMA = {
     f"{GROUP}.autoscaling.type=vpa": "'/pools/0/executors/0/autoscaling/type'",
     "pools[0].name=Small_Model": "'/pools/0/name': 'Small_Model' does not match pattern",
     "pools[0].servedModelNames=small": "'/pools/0/servedModelNames': got string, want array",
+    "imagePullSecrets[0].named=a": "'/imagePullSecrets/0': missing property 'name'",
     "network.podCIDRs={somewhere}": "'/network/podCIDRs/0': 'somewhere' does not match pattern",
     "gateway.service.grpc.port=9": "'port'",
     "gateway.extraEnv[0].name=A,gateway.extraEnv[0].value=1": "'/gateway/extraEnv/0/value': got number, want string",
@@ -334,11 +335,13 @@ executorDefaults:
 
 
 def test_requests_above_their_limits_are_refused_and_the_same_in_other_units_is_not():
-    words = refusal(SMALL + REQUESTS)
+    two = "[{name: cpu}, {name: two, neuron: {count: 2}, resources: {requests: {aws.amazon.com/neuroncore: 1}}}]"
+    words = refusal(SMALL.replace("[{name: cpu}]", two) + REQUESTS)
     above = [line for line in words.split(" - ") if ".resources.requests." in line]
     assert [line.split("; ")[0] for line in above] == [
         "gateway.resources.requests.cpu is 1001m",
         "gateway.resources.requests.memory is 1Gi",
         "pools[small].executors[cpu].resources.requests.aws.amazon.com/neuroncore is 2",
+        "pools[small].executors[two].resources.requests.aws.amazon.com/neuroncore is 1",
     ]
     assert above[0].endswith("allowed: at most limits.cpu, which is 1")

@@ -46,9 +46,15 @@
 {{- $problems := .problems -}}
 {{- $limits := .resources.limits | default dict -}}
 {{- range $name, $request := .resources.requests -}}
+{{- if hasKey $limits $name -}}
 {{- $limit := get $limits $name -}}
-{{- if and (hasKey $limits $name) (gt (include "holdback.quantity" $request | float64) (include "holdback.quantity" $limit | float64)) -}}
+{{- $requested := include "holdback.quantity" $request | float64 -}}
+{{- $most := include "holdback.quantity" $limit | float64 -}}
+{{- if and (contains "/" $name) (ne $requested $most) -}}
+{{- $_ := set $problems (printf "%s.resources.requests.%s is %v; allowed: limits.%s, which is %v, for devices are not shared" $where $name $request $name $limit) true -}}
+{{- else if gt $requested $most -}}
 {{- $_ := set $problems (printf "%s.resources.requests.%s is %v; allowed: at most limits.%s, which is %v" $where $name $request $name $limit) true -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
