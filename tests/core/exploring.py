@@ -175,17 +175,22 @@ class World:
         has_room = not scheduler.at_capacity and not scheduler.has_prefill_in_running
         return has_room and len(self.in_flight) < scheduler.max_steps_in_flight
 
-    def key(self) -> tuple[Any, ...]:
-        """Equal for states that go on equally."""
+    def key(self, is_hit_possible: bool = True) -> tuple[Any, ...]:
+        """Equal for states that go on equally.
+
+        Args:
+            is_hit_possible: somebody may still arrive who hits cached blocks. If not, it makes no difference what
+                blocks hold, nor in which order requests run: only which blocks they share.
+        """
+        return self._key_by_content() if is_hit_possible else self._key_by_number()
+
+    def _key_by_content(self) -> tuple[Any, ...]:
         scheduler, pool, cache = self.scheduler, self.scheduler.block_pool, self.scheduler.prefix_cache
         position = {request: index for index, request in enumerate(scheduler.running)}
         labels: dict[int, int] = {}
         running = tuple(
             (
-                request.num_computed_tokens,
-                request.num_steps_left,
-                request.num_prefill_tokens if request.is_prefill else 0,
-                request.num_output_placeholders,
+                *_progress(request),
                 tuple((labels.setdefault(b, len(labels)), _content(cache, b)) for b in request.block_ids),
                 _future(request),
             )
@@ -196,8 +201,38 @@ class World:
             for record in scheduler._steps
         )
         free_cached = tuple(_content(cache, block_id) for block_id in pool._free_cached)
-        is_after_prefill = scheduler.config.max_decode_stall_ms is not None and scheduler._stall.num_prefill_steps > 0
-        return running, in_flight, free_cached, len(pool._free_plain), is_after_prefill
+        return running, in_flight, free_cached, len(pool._free_plain), self._is_after_prefill
+
+    def _key_by_number(self) -> tuple[Any, ...]:
+        scheduler, pool, steps = self.scheduler, self.scheduler.block_pool, self.scheduler._steps
+        known = [
+            (*_progress(request), len(request.block_ids), tuple(request in step.rows for step in steps), number)
+            for number, request in enumerate(scheduler.running)
+        ]
+        known.sort()
+        labels: dict[int, int] = {}
+        tables = tuple(
+            tuple(labels.setdefault(block_id, len(labels)) for block_id in scheduler.running[number].block_ids)
+            for *_, number in known
+        )
+        in_flight = tuple((len(step.rows), step.num_prefill_rows > 0) for step in steps)
+        num_free = len(pool._free_cached) + len(pool._free_plain)
+        return tuple(entry[:-1] for entry in known), tables, in_flight, num_free, self._is_after_prefill
+
+    @property
+    def _is_after_prefill(self) -> bool:
+        """Whether a stall bound has a prefill step to count."""
+        scheduler = self.scheduler
+        return scheduler.config.max_decode_stall_ms is not None and scheduler._stall.num_prefill_steps > 0
+
+
+def _progress(request: Request) -> tuple[int, int, int, int]:
+    return (
+        request.num_computed_tokens,
+        request.num_steps_left,
+        request.num_prefill_tokens if request.is_prefill else 0,
+        request.num_output_placeholders,
+    )
 
 
 def _known_keys() -> dict[bytes, str]:
@@ -312,7 +347,12 @@ class Search:
         return self.counts
 
     def _key(self, world: World) -> int:
-        return hash((world.key(), self.setup.max_requests and world.num_requests))
+        num_left = self._num_to_arrive(world)
+        return hash((world.key(self.setup.is_sharing and num_left != 0), num_left))
+
+    def _num_to_arrive(self, world: World) -> int | None:
+        """None for any number."""
+        return None if self.setup.max_requests is None else self.setup.max_requests - world.num_requests
 
     def _actions(self, world: World) -> list[Action]:
         scheduler = world.scheduler
@@ -326,8 +366,7 @@ class Search:
             actions.append(Action("schedule", "schedule", ()))
             if world.may_decode_between():
                 actions.append(Action("decode", "schedule", (None, True)))
-        may_arrive = self.setup.max_requests is None or world.num_requests < self.setup.max_requests
-        if may_arrive and world.may_bind():
+        if self._num_to_arrive(world) != 0 and world.may_bind():
             actions += [Action(f"schedule {tuple(kind)}", "schedule", (kind,)) for kind in self._let_in(world)]
         return actions
 
@@ -337,16 +376,27 @@ class Search:
         scheduler._stall._stall.total_us = 0
         # Who was refused in an earlier state is asked first, while that is remembered.
         refusal = getattr(scheduler.admission, "_refusal", None)
-        requests = [*self._asked] if refusal is None else [refusal.request, *self._asked]
+        asked = self._different(world)
+        requests = asked if refusal is None else [refusal.request, *asked]
         answers = [(request, scheduler.why_not(request) is None) for request in requests]
         self.counts.questions += len(answers)
         if self._compares:
             for request, is_let_in in answers:
                 self._compare(scheduler, request, is_let_in)
-        let_in = [self._asked[request] for request, is_let_in in answers[-len(self._asked) :] if is_let_in]
-        if not scheduler.running and len(let_in) < len(self._asked):
+        let_in = [self._asked[request] for request, is_let_in in answers[-len(asked) :] if is_let_in]
+        if not scheduler.running and len(let_in) < len(asked):
             raise FlawError(f"an empty lane lets in {let_in} and nobody else")
         return let_in
+
+    def _different(self, world: World) -> list[Request]:
+        """One request of each kind; of the last that arrives only those that differ in lengths or in what they hit."""
+        if self._num_to_arrive(world) != 1:
+            return [*self._asked]
+        found: dict[tuple[Any, ...], Request] = {}
+        for request, kind in self._asked.items():
+            hit = world.scheduler._hits.find(request).block_ids
+            found.setdefault((kind.prompt, kind.max_tokens, *hit), request)
+        return [*found.values()]
 
     def _compare(self, scheduler: NeuronScheduler, request: Request, is_let_in: bool) -> None:
         by_policy = {policy: rule(scheduler, request) for policy, rule in RULES.items()}
