@@ -67,7 +67,7 @@ def warm_up(
         build_s: gets the seconds that building each graph took, as it is built.
 
     Raises:
-        ConfigError: a graph must be in the compile cache, and is not.
+        ConfigError: a graph must be in the compile cache and is not, or it cannot be compiled.
         UnavailableError: `stop` was set.
     """
     graphs = device.declared_graphs()
@@ -78,7 +78,7 @@ def warm_up(
             if stop is not None and stop.is_set():
                 raise UnavailableError("warm-up was stopped", reason=ErrorReason.SHUTTING_DOWN)
             contexts = _contexts_to_time(device, key)
-            is_hit, took_s = _build(device, key, contexts[0])
+            is_hit, took_s = build_graph(device, graph_inputs(device, key, contexts[0]))
             if build_s is not None:
                 build_s[key] = took_s
             timed = [GraphLatency(key.phase, key.size, at, _run(device, key, at)) for at in contexts if is_timed]
@@ -92,15 +92,19 @@ def warm_up(
     return tuple(latencies)
 
 
-def _build(device: Device, key: GraphKey, context: int) -> tuple[bool | None, float]:
-    """The first run of a graph. Whether its compile cache had it, None without one, and the seconds that it took."""
+def build_graph(device: Device, inputs: StepInputs) -> tuple[bool | None, float]:
+    """The first run of a graph. Whether its compile cache had it, None without one, and the seconds that it took.
+
+    Raises:
+        ConfigError: the graph must be in the compile cache and is not, or it cannot be compiled.
+    """
     cache = device.compile_cache
-    is_hit = None if cache is None else cache.graph(key, device.limits).is_hit
+    is_hit = None if cache is None else cache.graph(inputs.key, device.limits).is_hit
     started_s = time.perf_counter()
-    _run(device, key, context)
+    device.collect(device.launch(inputs))
     build_s = time.perf_counter() - started_s
     if cache is not None:
-        cache.record(key, device.limits, build_s)
+        cache.record(inputs.key, device.limits, build_s)
     return is_hit, build_s
 
 

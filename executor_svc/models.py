@@ -57,6 +57,11 @@ class LoadedModel:
     num_layers: int
     info: ModelInfo
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of the weights that this process holds; of a model that ranks share, its own part."""
+        return sum(_own_part(parameter).nbytes for parameter in self.module.parameters())
+
     def logits(
         self,
         input_ids: torch.Tensor,
@@ -103,7 +108,7 @@ def load_model(
     started = time.perf_counter()
     torch_dtype = parse_dtype(dtype)
     config = read_config(directory)
-    model_len = _choose_length(directory, config, max_model_len)
+    model_len = choose_length(directory, config, max_model_len)
     weights = list_weights(directory)
     attention.register()
     with quiet_transformers(show_bars=sys.stderr.isatty()):
@@ -118,13 +123,13 @@ def load_model(
         eos_token_ids=read_eos_token_ids(directory, config, vocab_size),
         max_model_len=model_len,
     )
-    num_bytes = sum(_own_part(parameter).nbytes for parameter in module.parameters())
-    seconds = round(time.perf_counter() - started, 2)
-    log.info("model_loaded", model=info.name, kind=type(module).__name__, dtype=dtype, bytes=num_bytes, seconds=seconds)
-    return LoadedModel(module, int(text.num_hidden_layers), info)
+    model = LoadedModel(module, int(text.num_hidden_layers), info)
+    sizes = {"bytes": model.num_weight_bytes, "seconds": round(time.perf_counter() - started, 2)}
+    log.info("model_loaded", model=info.name, kind=type(module).__name__, dtype=dtype, **sizes)
+    return model
 
 
-def _choose_length(directory: pathlib.Path, config: dict[str, Any], wanted: int | None) -> int:
+def choose_length(directory: pathlib.Path, config: dict[str, Any], wanted: int | None) -> int:
     """As `choose_max_model_len`; a model that no length would help is refused for that."""
     try:
         return choose_max_model_len(config, wanted)
@@ -220,7 +225,7 @@ def _check_finite(directory: pathlib.Path, module: Any, dtype: torch.dtype) -> N
         if not tensor.is_floating_point() or tensor.data_ptr() in seen or tensor.numel() == 0:
             continue
         seen.add(tensor.data_ptr())
-        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
+        if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.cpu())):
             raise refuse(directory, f"has the weight {name} with NaN or infinite numbers in {dtype}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from executor_svc.compile_cache import check_directory
+from holdback.errors import ConfigError
 
 if TYPE_CHECKING:
     from executor_svc.config import ExecutorConfig
@@ -38,10 +39,32 @@ def create_local_device(config: ExecutorConfig, ranks: RankGroup | None = None) 
     if config.device == "neuron":
         from executor_svc.devices.neuron_config import create_neuron_device
 
-        return create_neuron_device(config)
+        return create_neuron_device(config, ranks)
     from executor_svc.devices.cpu_config import create_cpu_device
 
     return create_cpu_device(config, ranks)
+
+
+def prepare_ranks(config: ExecutorConfig) -> list[dict[str, str]]:
+    """What each rank's environment must have before torch is loaded. Raises ConfigError for what cannot be shared."""
+    if config.device == "neuron":
+        from executor_svc.devices.neuron_config import prepare_neuron_ranks
+
+        return prepare_neuron_ranks(config)
+    if config.device == "simulated":
+        raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}; allowed on the device simulated: 1")
+    return [{} for _ in range(config.tensor_parallel_size)]
+
+
+def load_collectives(config: ExecutorConfig) -> str:
+    """Loads what ranks talk over; backends of `torch.distributed`, for `RankGroup`. Raises ConfigError."""
+    if config.device == "neuron":
+        from executor_svc.devices.neuron import load_neuron_collectives
+
+        return load_neuron_collectives()
+    from executor_svc.parallel.group import GLOO
+
+    return GLOO
 
 
 def loads_model(config: ExecutorConfig) -> bool:

@@ -8,7 +8,6 @@ runs has ended.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,12 +16,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
+from executor_svc.compile_cache import describe_graph
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs, StepResult
 from executor_svc.devices.shapes import check_shapes
 from executor_svc.devices.worker import OrderedWorker
 from executor_svc.kv_cache import KVCache, LayerShape
+from executor_svc.model_directory import describe_error
 from executor_svc.models import LoadedModel
 from executor_svc.sampling_tables import DeviceTables
 from executor_svc.step_graph import (
@@ -38,7 +41,10 @@ from executor_svc.step_graph import (
     use_static_experts,
 )
 from executor_svc.step_sampling import MAX_LOGPROBS, SampledRows
+from holdback.errors import ConfigError
 from holdback.types import ExecutorLimits, Phase, RequestSpec, SamplingParams, TokenLogprobs
+
+log = structlog.get_logger(__name__)
 
 _UNCHANGED = SamplingParams(temperature=0.0)
 
@@ -114,7 +120,7 @@ class CompiledDevice(Device):
         self.limits = limits
         self._settings = settings
         use_static_experts(model)
-        self.num_weight_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
+        self.num_weight_bytes = model.num_weight_bytes
         num_top = min(settings.max_logprobs, self.model.vocab_size)
         self._steps: dict[GraphKey, Step] = {
             key: compile_step(make_step(model, key, num_top), key, settings.backend) for key in self.declared_graphs()
@@ -216,11 +222,23 @@ class CompiledDevice(Device):
         return running
 
     def _call(self, key: GraphKey, inputs: StepTensors) -> SampledRows:
-        """The first call of a graph compiles it, in a warm-up; a later one that would is an error, not a pause."""
-        is_first = key not in self._built
+        """The first call of a graph compiles it, in a warm-up; a later one that would is an error, not a pause.
+
+        Raises:
+            ConfigError: the model's graph cannot be traced whole, or the backend cannot compile it.
+        """
+        if key in self._built:
+            with forbidding_compilation():
+                return self._steps[key](self._state, inputs)
         self._built.add(key)
-        with contextlib.nullcontext() if is_first else forbidding_compilation():
+        try:
             return self._steps[key](self._state, inputs)
+        except TorchDynamoException as error:
+            log.error("graph_not_compiled", graph=describe_graph(key), exc_info=error)
+            raise ConfigError(
+                f"model is {self.model.name!r}, whose graph {describe_graph(key)} cannot be compiled for the device "
+                f"{self.kind}: {describe_error(error)}"
+            ) from error
 
     @torch.no_grad()
     def _reset(self) -> None:

@@ -145,7 +145,7 @@ class CpuDevice(Device):
             raise ConfigError(f"block_size is {settings.block_size}; allowed: at least 1")
         self._model = load_model(model_directory, settings.dtype, settings.max_model_len, ranks)
         self.model = self._model.info
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.module.parameters())
+        weights = self._model.num_weight_bytes
         self.num_weight_bytes = weights
         layers = find_layers(self._model)
         self._kernels, self.kernels = _load_kernels(settings, num_threads, ranks)

@@ -10,8 +10,8 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -26,6 +26,7 @@ from holdback.types import ExecutorLimits
 
 if TYPE_CHECKING:
     from executor_svc.devices.neuron import NeuronDevice
+    from executor_svc.parallel.group import RankGroup
 
 log = structlog.get_logger(__name__)
 
@@ -44,18 +45,51 @@ _INSTANCE_TYPE = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
 _TARGET_VARIABLES = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE", "NEURON_PLATFORM_TARGET_OVERRIDE")
 
 
-def create_neuron_device(config: ExecutorConfig) -> NeuronDevice:
-    """Refuses what settings, directory and machine show to be impossible, then loads the model. Raises ConfigError."""
+def create_neuron_device(config: ExecutorConfig, ranks: RankGroup | None = None) -> NeuronDevice:
+    """Refuses what settings, directory and machine show to be impossible, then loads the model. Raises ConfigError.
+
+    Args:
+        config: of the executor.
+        ranks: those that share the model with this process, whose environment is as `prepare_neuron_ranks` gave it;
+            None when it has all of the model.
+    """
+    if ranks is None:
+        pin_cores(config, os.environ)
+    cache = open_cache(config, 0 if ranks is None else ranks.rank)
+    name_cache(cache.folder, os.environ, is_read_only=config.require_cached)
+    from executor_svc.devices.neuron import load_neuron_device
+
+    return load_neuron_device(config, cache, ranks)
+
+
+def prepare_neuron_ranks(config: ExecutorConfig) -> list[dict[str, str]]:
+    """What each rank must find in its environment before torch is loaded: its core, its place, its compile cache.
+
+    Raises:
+        ConfigError: what settings, directory and machine show to be impossible.
+    """
+    environments = [rank_environment(config, rank) for rank in range(config.tensor_parallel_size)]
+    for rank, environment in enumerate(environments):
+        if rank == 0 and COMPILED_FOLDER in os.environ:  # of a person; it is refused below
+            environment[COMPILED_FOLDER] = os.environ[COMPILED_FOLDER]
+        name_cache(open_cache(config, rank).folder, environment, is_read_only=config.require_cached)
+    log.info("neuron_cores", cores=[environment[VISIBLE_CORES] for environment in environments])
+    return environments
+
+
+def open_cache(config: ExecutorConfig, rank: int) -> CompileCache:
+    """The compile cache of a rank, once settings and model directory have been checked. Raises ConfigError.
+
+    Ranks have other weights and collectives in their graphs, so that each has an identity of its own.
+    """
     if config.model is None:
         raise ConfigError("model is required by the device neuron")
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}; allowed on the device neuron: 1")
     model_config = read_config(config.model)
     weights = list_weights(config.model)
-    max_model_len = choose_max_model_len(model_config, config.max_model_len)
+    max_model_len = _choose_length(config.model, model_config, config.max_model_len)
     smallest = 1 + blocks_for(max_model_len, config.block_size)
     check_neuron_limits(build_limits(config, max_model_len=max_model_len, num_blocks=config.num_blocks or smallest))
-    pin_cores(config, os.environ)
+    size = config.tensor_parallel_size
     identity = describe_identity(
         backend="neuron",
         fingerprint=fingerprint(model_config, weights, config.dtype),
@@ -63,12 +97,19 @@ def create_neuron_device(config: ExecutorConfig) -> NeuronDevice:
         max_model_len=max_model_len,
         target=_target(),
         flags=os.environ.get(COMPILER_FLAGS, "").split(),
+        **({} if size == 1 else {"tensor_parallel_size": size, "rank": rank}),
     )
-    cache = CompileCache(config.compile_cache, identity, is_required=config.require_cached)
-    name_cache(cache.folder, os.environ, is_read_only=config.require_cached)
-    from executor_svc.devices.neuron import load_neuron_device
+    return CompileCache(config.compile_cache, identity, is_required=config.require_cached)
 
-    return load_neuron_device(config, cache)
+
+def _choose_length(directory: pathlib.Path, model_config: dict[str, Any], wanted: int | None) -> int:
+    try:
+        return choose_max_model_len(model_config, wanted)
+    except ConfigError:
+        # Only transformers can tell whether another length would help. It loads torch, which no core is used by then.
+        from executor_svc.models import choose_length
+
+        return choose_length(directory, model_config, wanted)
 
 
 def check_neuron_limits(limits: ExecutorLimits) -> None:
@@ -106,35 +147,48 @@ def pin_cores(config: ExecutorConfig, environment: MutableMapping[str, str]) -> 
     if config.neuron_cores is None:
         return
     parse_cores(config.neuron_cores)
+    _check_named_once(config.neuron_cores, environment)
+    environment[VISIBLE_CORES] = config.neuron_cores
+    log.info("neuron_cores", cores=config.neuron_cores)
+
+
+def _check_named_once(neuron_cores: str, environment: Mapping[str, str]) -> None:
     for name in (VISIBLE_CORES, NUM_CORES):
         if name in environment:
             raise ConfigError(
-                f"neuron_cores is {config.neuron_cores!r} and {name} is {environment[name]!r}; allowed: one of them"
+                f"neuron_cores is {neuron_cores!r} and {name} is {environment[name]!r}; allowed: one of them"
             )
-    environment[VISIBLE_CORES] = config.neuron_cores
-    log.info("neuron_cores", cores=config.neuron_cores)
 
 
 def rank_environment(config: ExecutorConfig, rank: int) -> dict[str, str]:
     """What one rank of an executor needs in its environment on the device neuron: a core, and who it is.
 
     Rank r gets the r-th of the executor's cores: those of `neuron_cores`, else of NEURON_RT_VISIBLE_CORES, else 0 to
-    n - 1.
+    n - 1. By LOCAL_RANK transformers and torch-neuronx number the one device that a rank has; at MASTER_ADDR the
+    Neuron runtime of rank 0 waits for those of the others, on a port that they agree on.
 
     Args:
         config: of the executor; `tensor_parallel_size` is n.
         rank: in [0, n).
 
     Raises:
-        ConfigError: there are fewer cores than ranks.
+        ConfigError: there are fewer cores than ranks, or it is not said which.
     """
     size = config.tensor_parallel_size
+    if config.neuron_cores is not None:
+        _check_named_once(config.neuron_cores, os.environ)
     named = config.neuron_cores or os.environ.get(VISIBLE_CORES)
-    cores = list(range(size)) if named is None else parse_cores(named)
+    if named is None and NUM_CORES in os.environ:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and {NUM_CORES} is {os.environ[NUM_CORES]!r}, which names no core; "
+            f"allowed: {VISIBLE_CORES}, or neuron_cores"
+        )
+    cores = list(range(size)) if named is None else list(dict.fromkeys(parse_cores(named)))
     if len(cores) < size:
         raise ConfigError(f"tensor_parallel_size is {size}; allowed: at most {len(cores)}, the cores in {named!r}")
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return {VISIBLE_CORES: str(cores[rank]), NUM_CORES: "1"} | {name: str(value) for name, value in local.items()}
+    core = {VISIBLE_CORES: str(cores[rank]), NUM_CORES: "1", "MASTER_ADDR": "127.0.0.1"}
+    return core | {name: str(value) for name, value in local.items()}
 
 
 def parse_cores(named: str) -> list[int]:
@@ -158,9 +212,11 @@ def name_cache(folder: pathlib.Path, environment: MutableMapping[str, str], *, i
             process that ends with it.
     """
     path = str(folder / "neff")
-    if environment.get(COMPILED_FOLDER, path) != path:
-        found = environment[COMPILED_FOLDER]
+    found = environment.get(COMPILED_FOLDER, path)
+    if found != path:
         raise ConfigError(f"{COMPILED_FOLDER} is {found!r}; allowed: unset, for compile_cache decides it")
+    if COMPILED_FOLDER in environment and LOCK_FOLDER in environment:
+        return  # rank 0 did it for the others, and torch-neuronx is loaded
     environment[COMPILED_FOLDER] = path
     if is_read_only:
         locks = tempfile.mkdtemp(prefix="holdback-locks-")

@@ -6,43 +6,49 @@ gets to know of a step is sent when the step is launched here, not when it runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from executor_svc.devices import create_local_device
+from executor_svc.devices import create_local_device, load_collectives, prepare_ranks
 from executor_svc.devices.base import Device, GraphKey, StepInputs, StepResult
 from executor_svc.parallel.messages import Frame, RequestTable
 from executor_svc.parallel.processes import RankProcesses
-from holdback.errors import ConfigError, HoldbackError
+from holdback.errors import HoldbackError
 from holdback.types import RequestSpec
 
 if TYPE_CHECKING:
     from executor_svc.config import ExecutorConfig
 
 
-DEVICES = ("cpu",)
-"""Whose models can be cut."""
-
-
 def create_parallel_device(config: ExecutorConfig) -> ParallelDevice:
     """Starts the other ranks, loads this one's share beside theirs, and waits for all. Raises ConfigError."""
-    if config.device not in DEVICES:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; allowed on the device {config.device}: 1"
-        )
-    ranks = RankProcesses(config)
+    environments = prepare_ranks(config)
+    ranks = RankProcesses(config, environments.__getitem__)
+    os.environ.update(environments[0])
     try:
-        from executor_svc.parallel.group import RankGroup  # loads torch, while the other ranks load it
-
-        ranks.wait_for("joining")
-        group = RankGroup(0, config.tensor_parallel_size, ranks.meeting_file)
-        device = ParallelDevice(create_local_device(config, group), ranks, group.close)
+        device = _join(config, ranks)
         ranks.wait_for("ready")
         ranks.serve()
     except BaseException:
         ranks.close()
         raise
     return device
+
+
+def _join(config: ExecutorConfig, ranks: RankProcesses) -> ParallelDevice:
+    """Rank 0's part. What fails because another rank has ended is told as that."""
+    from executor_svc.parallel.group import RankGroup  # loads torch, while the other ranks load it
+
+    backends = load_collectives(config)
+    ranks.wait_for("joining")
+    try:
+        group = RankGroup(0, config.tensor_parallel_size, ranks.meeting_file, backends)
+        return ParallelDevice(create_local_device(config, group), ranks, group.close)
+    except HoldbackError:
+        raise
+    except Exception as error:
+        ranks.raise_cause(error)
 
 
 class ParallelDevice(Device):

@@ -98,6 +98,13 @@ class RankProcesses:
         if lost := self._lost():
             raise ConfigError(lost.describe())
 
+    def raise_cause(self, error: Exception) -> NoReturn:
+        """Raises ConfigError with the words of a rank that has ended, or soon does, else what rank 0 met itself."""
+        with self._changed:
+            self._changed.wait_for(self._lost, timeout=FAIL_GRACE_S)
+        self.raise_if_lost()
+        raise error
+
     def serve(self) -> None:
         """From now on a rank that ends takes the process with it. Raises ConfigError when one has ended already."""
         with self._changed:
@@ -148,7 +155,8 @@ class RankProcesses:
                 self._changed.wait_for(lambda: self._is_closing, timeout=LOAD_GRACE_S)
                 if self._is_closing:
                     return
-        status = EXIT_STEP_TIMEOUT if is_serving else 2
+        # A rank that ends with 2 says that what was asked for cannot be: a graph that must be in the cache and is not.
+        status = EXIT_STEP_TIMEOUT if is_serving and rank.status != 2 else 2
         log.critical("rank_lost", reason=rank.describe(), rank=rank.number, exit_status=status)
         self._end_process(status)
 

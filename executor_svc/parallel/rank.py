@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from executor_svc.config import ExecutorConfig
+from executor_svc.graphs import build_graph
 from executor_svc.parallel.messages import Frame, FrameSocket, RequestTable
 from holdback.errors import ConfigError, HoldbackError
 from holdback.parent import end_with_parent
 from holdback.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    from executor_svc.devices.base import Device
+    from executor_svc.devices.base import Device, GraphKey
 
 log = structlog.get_logger()
 
@@ -42,6 +43,7 @@ class Follower:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._built: set[GraphKey] = set()
         self._requests = RequestTable()
         self._calls = {"start": self._start, "step": self._step, "reset": self._reset}
 
@@ -52,8 +54,15 @@ class Follower:
         self._device.start_request(*self._requests.decode_start(frame))
 
     def _step(self, frame: Frame) -> None:
+        inputs = self._requests.decode_step(frame)
         try:
-            self._device.collect(self._device.launch(self._requests.decode_step(frame)))
+            if inputs.key in self._built:
+                self._device.collect(self._device.launch(inputs))
+            else:
+                self._built.add(inputs.key)
+                build_graph(self._device, inputs)
+        except ConfigError:  # this rank cannot have the graph, whatever the others can
+            raise
         except HoldbackError as error:
             # What is wrong with a request is found before the model runs, and on rank 0 too, which answers for it.
             log.debug("step_refused", reason=error.message)
@@ -94,11 +103,12 @@ def _run(
     connection: FrameSocket,
     frames: queue.SimpleQueue[Frame | None],
 ) -> None:
-    from executor_svc.devices import create_local_device
+    from executor_svc.devices import create_local_device, load_collectives
     from executor_svc.parallel.group import RankGroup
 
+    backends = load_collectives(config)
     connection.send(Frame("joining"))
-    group = RankGroup(rank, config.tensor_parallel_size, meeting_file)
+    group = RankGroup(rank, config.tensor_parallel_size, meeting_file, backends)
     device = create_local_device(config, group)
     connection.send(Frame("ready"))
     follower = Follower(device)

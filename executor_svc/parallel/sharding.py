@@ -8,11 +8,13 @@ whole (gpt-oss), has its experts shared out and everything else on each rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 
+from executor_svc.kv_cache import LayerShape
 from holdback.errors import ConfigError
 
 
@@ -23,10 +25,16 @@ class Plan:
     Attributes:
         arguments: of transformers' `DistributedConfig`.
         attention: how attention is, for people.
+        num_shares: parts that the KV heads are cut into; 1 where each rank has all of them.
     """
 
     arguments: dict[str, Any]
     attention: str
+    num_shares: int = 1
+
+    def share(self, layers: Sequence[LayerShape]) -> list[LayerShape]:
+        """What one rank keeps of a token, of what the whole model keeps."""
+        return [LayerShape(layer.num_kv_heads // self.num_shares, layer.head_dim) for layer in layers]
 
 
 def choose_plan(config: Any, size: int) -> Plan:
@@ -60,7 +68,7 @@ def _plan_layers(config: Any, text: Any, rules: dict[str, str], size: int) -> Pl
         return Plan(arguments, "whole on every rank, for the plan gathers its projections")
     uneven = _find_uneven_heads(text, size)
     if uneven is None:
-        return Plan(arguments, "cut by heads")
+        return Plan(arguments, "cut by heads", size)
     owner = key_rule.removesuffix("k_proj")
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     arguments["tp_plan"] = {

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from executor_svc.model_description import describe_model
 from executor_svc.model_directory import list_weights
 from executor_svc.models import load_model
 from holdback.errors import ConfigError
@@ -24,6 +25,7 @@ def test_a_model_without_a_length_of_its_own_is_refused_for_what_no_length_mends
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"is a model whose attention cannot be replaced by paged attention$"):
         load_model(tmp_path, "float32")
+    assert describe_model(tmp_path, "float32", None) is None, "what transformers alone can tell is left to it"
 
 
 def test_a_model_whose_length_is_not_known_asks_for_one(tmp_path: pathlib.Path) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from executor_svc.config import ExecutorConfig, build_limits
-from executor_svc.devices import create_device, neuron, neuron_config
+from executor_svc.devices import create_device, neuron
 from executor_svc.devices.neuron_config import check_neuron_limits, name_cache, pin_cores, rank_environment
 from executor_svc.graphs import warm_up
 from executor_svc.kv_budget import DeviceMemory
@@ -70,6 +71,21 @@ def test_a_shape_that_the_device_cannot_take_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_neuron_limits(limits_of(load(**settings), max_model_len))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=4),
+        transformers.Mamba2Config(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8),
+    ],
+    ids=["Bloom", "Mamba2"],
+)
+def test_a_model_that_no_length_would_help_is_refused_for_its_attention(tmp_path: pathlib.Path, config: Any) -> None:
+    """Neither has a length of its own, so that one would have to be set; it would be asked for in vain."""
+    directory = save_model(tmp_path / "model", config)
+    with pytest.raises(ConfigError, match=r"is a model whose attention cannot be replaced by paged attention$"):
+        create_device(load(model=directory, compile_cache=tmp_path / "cache"))
 
 
 # Cores and environment
@@ -176,7 +192,7 @@ def test_the_placeholder_of_torch_neuronx_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_memory_is_what_the_runtime_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeRuntime())
-    model: Any = types.SimpleNamespace(module=torch.nn.Linear(4, 2, bias=False))
+    model: Any = types.SimpleNamespace(num_weight_bytes=32)
     assert neuron.measure_memory(load(), model) == DeviceMemory(24 * GIB, 3 * GIB, 32)
     assert neuron.measure_memory(load(neuron_memory_bytes=GIB), model).total == GIB
     install(monkeypatch, FakeRuntime(total=0))
@@ -222,8 +238,3 @@ def test_the_device_serves_a_model_where_another_device_and_backend_stand_in(
         assert len(backend.graphs) == 5
     finally:
         device.close()
-
-
-def test_ranks_of_the_device_are_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; allowed on the device neuron: 1"):
-        neuron_config.create_neuron_device(load(tensor_parallel_size=2))

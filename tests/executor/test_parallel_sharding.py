@@ -9,6 +9,7 @@ import transformers
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.devices import create_device
+from executor_svc.kv_cache import LayerShape
 from executor_svc.parallel.sharding import Plan, choose_plan
 from holdback.errors import ConfigError
 from tests.executor.tiny_models import llama_config
@@ -23,7 +24,9 @@ from tests.executor.tiny_models import llama_config
     ids=["llama", "qwen3-moe"],
 )
 def test_a_model_whose_heads_ranks_divide_is_cut_by_its_own_plan(config: Any, size: int) -> None:
-    assert choose_plan(config, size) == Plan({"tp_size": size}, "cut by heads")
+    plan = choose_plan(config, size)
+    assert plan == Plan({"tp_size": size}, "cut by heads", size)
+    assert plan.share([LayerShape(4, 64), LayerShape(8, 32)]) == [LayerShape(4 // size, 64), LayerShape(8 // size, 32)]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,7 @@ def test_heads_that_ranks_do_not_divide_stay_whole_on_every_rank(config: Any, si
     assert plan.attention == f"whole on every rank, for {reason}"
     rules = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
     assert plan.arguments == {"tp_size": size, "tp_plan": rules}
+    assert plan.share([LayerShape(2, 8)]) == [LayerShape(2, 8)]
 
 
 def test_fused_projections_stay_whole_whatever_the_heads() -> None:
@@ -58,8 +62,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
         choose_plan(transformers.GPT2Config(), 2)
 
 
-@pytest.mark.parametrize("device", ["simulated", "neuron"])
-def test_a_device_whose_models_cannot_be_cut_refuses_ranks_before_it_starts_any(device: str) -> None:
-    settings: dict[str, Any] = {"scheduler": "127.0.0.1:1", "model": "m", "device": device, "tensor_parallel_size": 2}
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size is 2; allowed on the device {device}: 1"):
+def test_a_device_whose_models_cannot_be_cut_refuses_ranks_before_it_starts_any() -> None:
+    settings: dict[str, Any] = {"scheduler": "127.0.0.1:1", "device": "simulated", "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2; allowed on the device simulated: 1"):
         create_device(ExecutorConfig(**settings))
