@@ -51,4 +51,6 @@ def test_its_command_gets_a_token_once_somebody_serves(small, capsys, monkeypatc
         there = "dns:///hb-holdback-gateway-grpc.serving.svc:50051"
         assert main([one.replace(there, gateway.address) for one in arguments(job)]) == 0
     assert capsys.readouterr().out == "H\n"
-    assert gateway.calls[-1].request.generation.sampling.max_tokens == 1
+    asked = gateway.calls[-1].request.generation
+    assert asked.sampling.max_tokens == 1
+    assert asked.text == "Hello", "a model that does not chat can be tested too"
