@@ -27,7 +27,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from scheduler_svc.core.config import KvAdmission
-from tests.core.exploring import Counts, Search, Setup
+from tests.core.exploring import Counts, Search
+from tests.core.tiny_worlds import Setup
 
 ALL_STREAMS = ("own", "shared", "continued")
 TWO_STREAMS = ALL_STREAMS[:2]

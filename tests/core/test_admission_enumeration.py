@@ -12,8 +12,9 @@ from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from tests.core.copies import clone
 from tests.core.enumerate_admission import ALL_STREAMS, all_setups, search
-from tests.core.exploring import Counts, FlawError, Kind, Search, Setup, World
+from tests.core.exploring import Counts, FlawError, Search
 from tests.core.reference import Fault, ReferenceAdmission
+from tests.core.tiny_worlds import Kind, Setup, World
 
 SETUPS = all_setups()
 

@@ -11,8 +11,8 @@ from scheduler_svc.core.config import KvAdmission
 from scheduler_svc.core.neuron_scheduler import NeuronScheduler
 from scheduler_svc.core.phased import PhasedAdmission
 from tests.core.builders import build_drive, build_phased, build_request, ids
-from tests.core.exploring import Kind, Setup, World
 from tests.core.reference import Fault, ReferenceAdmission, needed_blocks
+from tests.core.tiny_worlds import Kind, Setup, World
 
 # ---- three requests that a simpler rule lets in ----
 
