@@ -3,9 +3,9 @@
 A state is expanded by everything that may happen next: the next step with nothing waiting, or with any kind of request
 at the head that admission lets in; a decode step between two chunks, or none; the result of the oldest step in flight,
 with or without an EOS in one of its rows; an abort of any request. States that differ only in names (of requests, of
-blocks with equal content, of blocks without content), and where nobody can hit a block any more in what blocks hold and
-in which order requests run, are one state: a test compares what comes after them. So the search ends although any number
-of requests may come one after the other; at most `max_num_seqs` run at once.
+blocks with equal content, of blocks without content), and where nobody can hit a block any more in what blocks hold
+and in which order requests run, are one state: a test compares what comes after them. So the search ends although any
+number of requests may come one after the other; at most `max_num_seqs` run at once.
 
 A head that is refused changes nothing: a step with it is a step without it. So a request that waits until it is let in
 is found as one that arrives then, and every moment of arrival is covered.
