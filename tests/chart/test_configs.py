@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import pytest
@@ -14,6 +15,7 @@ from holdback.errors import ConfigError
 from scheduler_svc.config import SchedulerServiceConfig
 from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Rendered, render
 from tools import chart_schema
+from tools.check_chart import KUBERNETES_VERSIONS
 
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "gateway": GatewayConfig,
@@ -140,6 +142,15 @@ def test_lists_in_the_schema_are_bounded_as_lists():
 def test_the_settings_in_the_schema_are_those_of_the_processes():
     path = CHART / "values.schema.json"
     assert path.read_text(encoding="utf-8") == chart_schema.render(path), "run: make generate"
+
+
+def test_what_goes_to_kubernetes_has_the_types_of_the_newest_one():
+    """So that no field is refused that some Kubernetes of those has."""
+    assert KUBERNETES_VERSIONS[-1] == chart_schema.KUBERNETES_VERSION
+    types = chart_schema.kubernetes_types()
+    assert {"effect", "operator"} <= types["kubernetes.Toleration"]["properties"].keys()
+    assert types["kubernetes.Toleration"]["additionalProperties"] is False
+    assert "description" not in json.dumps(types)
 
 
 def test_every_setting_that_the_chart_decides_is_one_of_a_process():
