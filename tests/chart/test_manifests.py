@@ -147,6 +147,12 @@ def test_every_mount_has_its_volume_and_every_volume_is_mounted(which, request):
 def test_cores_are_left_to_the_device_plugin_and_of_whole_devices_the_first_are_named(everything):
     assert "neuron_cores" not in everything.config("executor", "cores")
     assert everything.config("executor", "devices")["neuron_cores"] == "0"
+    assert everything.config("executor", "devices")["tensor_parallel_size"] == 1
+    resource = "neuron.resource=aws.amazon.com/neuron"
+    cut = render(
+        SMALL, sets=[f"executorDefaults.{one}" for one in ("device=neuron", resource, "tensorParallelSize=4")]
+    ).config("executor")
+    assert (cut["neuron_cores"], cut["tensor_parallel_size"]) == ("0-3", 4)
     limits = everything.container("Deployment", "cores")["resources"]["limits"]
     assert limits["aws.amazon.com/neuroncore"] == 2
     assert everything.container("Deployment", "devices")["resources"]["limits"]["aws.amazon.com/neuron"] == 1

@@ -117,7 +117,10 @@ COMPARED = {
         "config.num_batched_tokens_buckets has 128; allowed on the device neuron: multiples of block_size in "
         "[512, 4096]"
     ),
-    "device=neuron,tensorParallelSize=2": "tensorParallelSize is 2; allowed on the device neuron: 1",
+    "device=neuron,tensorParallelSize=3,neuron.count=2": (
+        "tensorParallelSize is 3; allowed: at most neuron.count, which is 2, for each process has a core"
+    ),
+    "device=simulated,tensorParallelSize=2": "tensorParallelSize is 2; allowed on the device simulated: 1",
     "device=simulated,config.kv_cache_bytes=1000": (
         "config has kv_cache_bytes; allowed on the device simulated: num_blocks"
     ),
@@ -138,7 +141,7 @@ def compared_words() -> str:
     for number, assignments in enumerate(COMPARED):
         group = f"pools[0].executors[{number}]"
         parts = assignments.replace(",config", "\nconfig").replace(",auto", "\nauto").replace(",max", "\nmax")
-        parts = parts.replace(",tensor", "\ntensor").replace(",num", "\nnum")
+        parts = parts.replace(",tensor", "\ntensor").replace(",num", "\nnum").replace(",neuron", "\nneuron")
         sets += [f"{group}.name=g{number}", *(f"{group}.{part}" for part in parts.splitlines())]
     return refusal(SMALL, sets=tuple(sets))
 

@@ -210,8 +210,12 @@ keys they are, so that one run tells all of them.
 {{- if and (ne $group.device "simulated") (not .pool.model) -}}
 {{- $_ := set .problems (printf "%s.device is %s, but its pool has no model; allowed: model.persistentVolumeClaim or model.imagePath" .where $group.device) true -}}
 {{- end -}}
-{{- if and (ne $group.device "cpu") (gt (int $group.tensorParallelSize) 1) -}}
-{{- $_ := set .problems (printf "%s.tensorParallelSize is %d; allowed on the device %s: 1" .where (int $group.tensorParallelSize) $group.device) true -}}
+{{- $size := int $group.tensorParallelSize -}}
+{{- if and (eq $group.device "simulated") (gt $size 1) -}}
+{{- $_ := set .problems (printf "%s.tensorParallelSize is %d; allowed on the device simulated: 1" .where $size) true -}}
+{{- end -}}
+{{- if and (eq $group.device "neuron") (eq $group.neuron.resource "aws.amazon.com/neuroncore") (gt $size (int $group.neuron.count)) -}}
+{{- $_ := set .problems (printf "%s.tensorParallelSize is %d; allowed: at most neuron.count, which is %d, for each process has a core" .where $size (int $group.neuron.count)) true -}}
 {{- end -}}
 {{- if and (eq (toString $group.maxSurge) "0" "0%") (eq (toString $group.maxUnavailable) "0" "0%") -}}
 {{- $_ := set .problems (printf "%s.maxSurge and maxUnavailable are both 0; allowed: one of them" .where) true -}}
