@@ -72,6 +72,7 @@ class GatewayServer:
         self._http_counts = HttpCounts()
         self._metrics = MetricsServer(self._metrics_text, config.tls)
         self.templates = TemplateWorkers(config.template_timeout_s)
+        self._has_started = False
         self._is_draining = False
         self._readiness_tasks: list[asyncio.Task[None]] = []
 
@@ -94,6 +95,7 @@ class GatewayServer:
         if self._config.metrics_port is not None:
             self.metrics_port = await self._metrics.start(self._config.host, self._config.metrics_port)
         await self._server.start()
+        self._has_started = True
         if self.http is not None:
             await self.http.start()
         for pool in self.pools:
@@ -122,6 +124,9 @@ class GatewayServer:
         self._is_draining = True
         self._generations.drain()
         self._generations.fail_all(UnavailableError("the gateway stopped", reason=ErrorReason.SHUTTING_DOWN))
+        if not self._has_started:
+            # gRPC lets go of a port with the end of its server, and ends no server that has not started.
+            await self._server.start()
         await asyncio.gather(self._server.stop(STOP_GRACE_S), self._stop_http())
         for task in self._readiness_tasks:
             task.cancel()

@@ -11,9 +11,12 @@ import os
 import pathlib
 import re
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
+from tests import leftovers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CASE_ID = re.compile(r"B\d{2}")
@@ -64,6 +67,14 @@ def case_ids(item: pytest.Item) -> set[str]:
         if not isinstance(case, str) or CASE_ID.fullmatch(case) is None:
             raise pytest.UsageError(f"{item.nodeid}: case {case!r} is no case number such as 'B07'")
     return set(ids)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left_behind() -> Iterator[None]:
+    """A test that fails before it has stopped what it started must not leave it running beside those that follow."""
+    before = leftovers.running()
+    yield
+    leftovers.end(leftovers.running() - before)
 
 
 @pytest.fixture(scope="session")

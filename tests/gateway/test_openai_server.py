@@ -15,6 +15,7 @@ import httpx
 import pytest
 import structlog
 
+from gateway.config import GatewayConfig
 from gateway.openai import body as body_module
 from gateway.openai.shapes import ErrorAnswer
 from gateway.server import GatewayServer
@@ -333,3 +334,20 @@ async def test_one_port_for_two_things_is_refused_at_start(make_gateway: Make) -
     async with asyncio.timeout(60):
         with pytest.raises(ConfigError, match=f"metrics_port is {port}, which cannot be bound"):
             await make_gateway(scheduler="127.0.0.1:1", http_port=port, metrics_port=port)
+
+
+async def test_a_gateway_that_could_not_start_lets_go_of_its_ports(directory: pathlib.Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings: dict[str, Any] = {"scheduler": "127.0.0.1:1", "tokenizer": directory, "http_port": 0}
+        server = GatewayServer(GatewayConfig(**settings, metrics_port=taken.getsockname()[1]))
+        with pytest.raises(ConfigError, match="metrics_port"):
+            await server.start()
+        assert server.http is not None
+        await server.stop()
+    for port in (server.port, server.http.port, server.health_port):
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", port))
+            again.listen()
