@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from executor_svc.devices.compiled import CompiledDevice
 from executor_svc.parallel.group import RankGroup
 from holdback.types import Phase
 from tests.executor.compiled_models import build_compiled, is_getitem
+from tests.executor.model_families import save_family
 from tests.executor.rank_steps import PROMPT, group_of_two
 from tests.executor.tiny_models import ALL_LOGPROBS, decode_step, llama_config, prefill_step, save_model
 
@@ -85,10 +87,30 @@ def _with_context(step: StepInputs, context: int) -> StepInputs:
     return step
 
 
+def save_llama(directory: pathlib.Path) -> pathlib.Path:
+    return save_model(directory, llama_config(num_hidden_layers=1))
+
+
+def save_experts(family: str) -> Callable[[pathlib.Path], pathlib.Path]:
+    changes = {"num_hidden_layers": 1} | ({"layer_types": ["full_attention"]} if family == "gpt-oss" else {})
+    return partial(save_family, family=family, **changes)
+
+
+# torch itself makes an object of a function of transformers that it traces.
+@pytest.mark.filterwarnings(r"ignore:.*autograd\.function\.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "save",
+    [
+        save_llama,
+        pytest.param(save_experts("qwen3-moe"), marks=pytest.mark.compiled),
+        pytest.param(save_experts("gpt-oss"), marks=pytest.mark.compiled),
+    ],
+    ids=["llama", "qwen3-moe", "gpt-oss"],
+)
 def test_the_step_is_whole_and_static_with_functional_collectives_and_has_the_tokens_of_the_whole_model(
-    tmp_path: pathlib.Path,
+    tmp_path: pathlib.Path, save: Callable[[pathlib.Path], pathlib.Path]
 ) -> None:
-    directory, meeting_file = save_model(tmp_path / "model", llama_config(num_hidden_layers=1)), tmp_path / "meeting"
+    directory, meeting_file = save(tmp_path / "model"), tmp_path / "meeting"
     command = [sys.executable, "-m", "tests.executor.test_parallel_compiled", str(meeting_file), str(directory)]
     backend = RecordingBackend()
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
