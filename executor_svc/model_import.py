@@ -104,7 +104,7 @@ def import_model(
         source_name: a GGUF file, a directory in Hugging Face layout, or `package:NAME` for the only .gguf file in an
             installed package.
         destination: directory to make; its parent is made too.
-        dtype: "float32" or "bfloat16", of the weights written.
+        dtype: a key of `models.DTYPES`, of the weights written.
         show_progress: None shows a bar on a terminal only.
 
     Raises:

@@ -24,7 +24,8 @@ import structlog
 import torch
 
 from executor_svc.attention import PagedContext
-from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs, StepResult
+from executor_svc.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from executor_svc.devices.base import Device, SamplingInputs, StepInputs, StepResult
 from executor_svc.devices.shapes import check_shapes
 from executor_svc.devices.worker import OrderedWorker
 from executor_svc.fast_model import is_fused, rewrite
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_NUM_SEQS = 32
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +177,6 @@ class CpuDevice(Device):
         if self._kernels is not None:
             self.kernels += f"; {rewrite(model.module, self._kernels)}"
         return self._kernels
-
-    def declared_graphs(self) -> list[GraphKey]:
-        context = self.model.max_model_len
-        prefill = [GraphKey(Phase.PREFILL, size, context) for size in self.limits.num_batched_tokens_buckets]
-        return prefill + [GraphKey(Phase.DECODE, size, context) for size in self.limits.num_seqs_buckets]
 
     def start_request(self, slot: int, spec: RequestSpec) -> None:
         """As the interface says. What is wrong with the request is raised by `collect` of the next launched step."""

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
+
+from executor_svc.device_thread import DeviceThread
 
 T = TypeVar("T")
 
 
 class OrderedWorker:
-    """Runs what is submitted strictly in that order.
+    """Runs what is submitted strictly in that order, on a daemon thread of its own.
 
-    It is a daemon thread, unlike those of `ThreadPoolExecutor`: a call that never returns must not keep the process
-    from ending.
+    Not a `ThreadPoolExecutor`, whose threads are waited for: a call that never returns must not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = DeviceThread(name)
         self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queues a call. Its result or exception is the future's."""
         future: Future[T] = Future()
-        self._calls.put((future, call))
+        self._thread.post(partial(_settle, future, call))
         return future
 
     def close(self) -> None:
         """Ends the thread after what is submitted, without waiting for it."""
-        self._calls.put(None)
+        self._thread.stop()
 
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # it belongs to the one who waits for the result
-                future.set_exception(error)
-            del item, future, call  # what they hold must not live until the next call comes
+
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # it belongs to the one who waits for the result
+        future.set_exception(error)
