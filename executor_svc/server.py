@@ -4,7 +4,7 @@ Health is served first, so that liveness answers while a model loads; the ports 
 found before that. Model and device live on threads of their own; the event loop parses, answers and keeps the lease.
 
 Exit status: 0 after a stop, 1 when the scheduler refuses this executor or a stop had to leave a step behind, 2 when it
-cannot run as configured, 3 when a step hung (`watchdog`).
+cannot run as configured, 3 when a step hung (`watchdog`) or a rank was lost (`parallel.processes`).
 """
 
 from __future__ import annotations
