@@ -68,7 +68,7 @@ class StubScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.refused = asyncio.Event()
         self.pool_model: ModelInfo | None = None
         self.is_silent = False
-        self.lease_timeout_ms = 5000
+        self.lease_timeout_ms = 60_000
         self.heartbeat_interval_ms = 50
         self.major = 1
         self._server = rpc.create_server()

@@ -110,7 +110,7 @@ async def test_a_rank_that_is_killed_between_steps_ends_the_executor_within_seco
             started = time.monotonic()
             os.kill(executor.rank_pid, signal.SIGKILL)
             lines = await executor.end()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert executor.child.returncode == 3
         (lost,) = [line for line in lines if line["event"] == "rank_lost"]
         assert (lost["level"], lost["rank"], lost["exit_status"]) == ("critical", 1, 3)

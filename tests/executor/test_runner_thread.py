@@ -265,7 +265,7 @@ async def test_a_thread_runs_calls_in_order_and_hands_back_results_and_errors() 
         await thread.call(lambda: 1 // 0)
     assert await thread.call(lambda: "still there") == "still there"
     thread.stop()
-    assert thread.has_ended(10)
+    assert thread.has_ended(60)
 
 
 def test_a_thread_that_still_computes_has_not_ended() -> None:
@@ -274,7 +274,7 @@ def test_a_thread_that_still_computes_has_not_ended() -> None:
     threads.collecting.post(lambda: release.wait(30))
     assert not threads.stop(0.05)
     release.set()
-    assert threads.collecting.has_ended(10)
+    assert threads.collecting.has_ended(60)
 
 
 def test_pauses_grow_to_a_limit_and_start_over_after_a_success() -> None:

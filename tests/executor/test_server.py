@@ -171,7 +171,8 @@ async def test_a_registration_that_is_lost_drops_the_stream_and_voids_memory(
     how: str, scheduler: StubScheduler, steps: Steps
 ) -> None:
     scheduler.is_silent = how == "silent"
-    scheduler.lease_timeout_ms = 300
+    if scheduler.is_silent:
+        scheduler.lease_timeout_ms = 2000
     device = build_device()
     async with running(scheduler.target, device):
         registered = await scheduler.registrations.get()
@@ -185,6 +186,7 @@ async def test_a_registration_that_is_lost_drops_the_stream_and_voids_memory(
             with pytest.raises(FailedPreconditionError, match="the lease ended: the scheduler") as raised:
                 await drive.next()
             assert raised.value.reason is ErrorReason.LEASE_MISMATCH
+            scheduler.is_silent = False
         again = await scheduler.registrations.get()
         assert not device.kv_token_ids.any()
         assert not device.last_token.any()
@@ -328,7 +330,7 @@ async def test_a_step_that_hangs_does_not_keep_a_stop_waiting(
 ) -> None:
     device = build_device(faults=SimulatedFaults(hang_token_id=99))
     launches = watch_launches(device, monkeypatch)
-    async with running(scheduler.target, device, drain_timeout_s=0.2) as (process, task):
+    async with running(scheduler.target, device, drain_timeout_s=1) as (process, task):
         registered = await scheduler.registrations.get()
         async with Drive(registered.info) as drive:
             await drive.accepted()

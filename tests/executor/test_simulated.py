@@ -232,7 +232,7 @@ def test_a_step_hangs_until_the_device_is_closed(steps: Steps) -> None:
     thread.join(0.05)
     assert thread.is_alive()
     runner.device.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -276,12 +276,12 @@ def test_a_full_decode_with_long_contexts_costs_little() -> None:
     )
     tables = np.arange(1, 1 + 256 * 64, dtype=np.int32).reshape(256, 64)
     lengths = np.full(256, 1000, np.int64)
-    fastest = min(_seconds(lambda: device._context_sums(tables, lengths)) for _ in range(5))
+    fastest = min(_processor_seconds(lambda: device._context_sums(tables, lengths)) for _ in range(5))
     assert fastest < 0.005
 
 
-def _seconds(call: object) -> float:
+def _processor_seconds(call: object) -> float:
     assert callable(call)
-    started = time.perf_counter()
+    started = time.thread_time()
     call()
-    return time.perf_counter() - started
+    return time.thread_time() - started
