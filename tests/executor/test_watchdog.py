@@ -131,11 +131,11 @@ def test_a_step_that_hangs_ends_the_process_with_its_own_status(
 
 
 def test_steps_that_end_in_time_are_let_pass_however_many_there_are(steps: Steps) -> None:
-    device = build_device(latencies=SimulatedLatencies(prefill_us_per_token=0.0, decode_us=20_000))
+    device = build_device(latencies=SimulatedLatencies(prefill_us_per_token=0.0, decode_us=50_000))
     with watched(device, least_s=1) as (runner, ended):
         runner.execute(steps.new("r", [20], blocks=[1, 2, 3, 4, 5, 6, 7, 8]))
         launched = runner.launch(steps.decode("r"))
-        for _ in range(59):  # 1.2 s of device time, never idle, 40 ms from launch to end
+        for _ in range(29):  # 1.45 s of device time, never idle, 0.1 s from launch to end
             behind = runner.launch(steps.decode("r"))
             runner.collect(launched)
             launched = behind
