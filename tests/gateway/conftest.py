@@ -110,3 +110,8 @@ async def wait_until_ready(server: GatewayServer) -> None:
                 if pool.is_ready:
                     break
                 await next_change.wait()
+
+
+def client_of(server: GatewayServer) -> AsyncClient:
+    """A client that does not try again, so that a test sees each answer."""
+    return AsyncClient(f"127.0.0.1:{server.port}", timeout_s=60, max_retries=0, max_resumes=0)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import pathlib
-import signal
-import socket
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.generations import Generations
-from gateway.inference import InferenceService
-from gateway.server import GatewayServer
-from holdback import AsyncClient, GenerationStream, rpc
-from holdback.cli.local import LocalProcess
+from holdback import AsyncClient
 from holdback.errors import (
-    ConfigError,
     ErrorReason,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -30,46 +19,16 @@ from holdback.errors import (
     RequestAbortedError,
     UnavailableError,
 )
-from holdback.health import LIVENESS, READINESS
+from holdback.health import LIVENESS
 from holdback.types import FinishReason
-from holdback.v1 import inference_pb2, types_pb2
-from tests.gateway.conftest import wait_until_ready
+from tests.gateway.conftest import client_of, wait_until_ready
+from tests.gateway.health import wait_for, watch
 from tests.gateway.scripted_scheduler import MODEL, ScriptedScheduler
-from tests.gateway.small_tokenizers import byte_ids, make_tokenizer, save_directory
+from tests.gateway.texts import EOS, collect, ids_of, text_of
 
 pytestmark = pytest.mark.loopback
 
-EOS = 2
 Make = Callable[..., Any]
-
-
-def ids_of(text: str) -> list[int]:
-    return byte_ids(make_tokenizer("byte_level"), text.encode())
-
-
-def client_of(server: GatewayServer) -> AsyncClient:
-    return AsyncClient(f"127.0.0.1:{server.port}", timeout_s=60, max_retries=0, max_resumes=0)
-
-
-async def collect(stream: GenerationStream) -> str:
-    return "".join([piece.text async for piece in stream])
-
-
-async def watch(health_port: int, service: str = READINESS) -> AsyncIterator[bool]:
-    """Every change of one health service, the present state first."""
-    async with rpc.create_channel(f"127.0.0.1:{health_port}") as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        replies: grpc.aio.UnaryStreamCall[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
-        replies = health_pb2_grpc.HealthStub(channel).Watch(request)
-        async for reply in replies:
-            yield reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def wait_for(states: AsyncIterator[bool], expected: bool) -> None:
-    async with asyncio.timeout(60):
-        async for state in states:
-            if state is expected:
-                return
 
 
 async def test_a_gateway_starts_without_a_scheduler_and_serves_once_there_is_one(
@@ -206,48 +165,9 @@ async def test_a_scheduler_that_restarts_is_a_pause_for_the_client(
         assert list(again.spec.output_token_ids) == ids_of("one ne")
         scheduler.tokens(again.handle, 6, [*ids_of("xt"), EOS])
         scheduler.ended(again.handle)
-        assert await collect(stream) == "next"
+        assert text_of(await collect(stream)) == "next"
         assert stream.usage is not None
         assert stream.usage.completion_tokens == 9
-
-
-class Reader:
-    """The server's side of a call whose client reads when the test says so."""
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("traceparent", "00-trace"),)
-
-    def add_done_callback(self, callback: Any) -> None:
-        pass
-
-
-async def test_a_slow_reader_gets_merged_pieces_and_slows_nobody(
-    make_gateway: Make, scheduler: ScriptedScheduler
-) -> None:
-    scheduler.model = dataclasses.replace(MODEL, max_model_len=5000)
-    gateway = await make_gateway(scheduler=scheduler.target)
-    message = inference_pb2.Generation(text="x", sampling=types_pb2.SamplingParams(max_tokens=1000))
-    context: Any = Reader()
-    slow = InferenceService(Generations(gateway.pools)).GenerateStream(
-        inference_pb2.GenerateStreamRequest(generation=message), context
-    )
-    assert (await anext(slow)).HasField("started")
-    add = await scheduler.next_add()
-    assert add.spec.trace_context.traceparent == "00-trace"
-    for index in range(1000):
-        scheduler.tokens(add.handle, index, ids_of("a"))
-    async with client_of(gateway) as client:
-        # this one's answer is behind all of the slow one's on the gateway's stream
-        scheduler.answer = [EOS]
-        await client.generate("x")
-    delta = (await anext(slow)).delta
-    assert (delta.text, len(delta.token_ids)) == ("a" * 1000, 1000)
-    assert (await anext(slow)).end.finish_reason == types_pb2.FINISH_REASON_LENGTH
-    assert (await anext(slow)).finished.usage.completion_tokens == 1000
-    assert [event async for event in slow] == []
 
 
 @pytest.mark.case("B62")
@@ -268,7 +188,7 @@ async def test_a_drain_lets_running_streams_end_and_refuses_new_calls(
             assert caught.value.reason is ErrorReason.SHUTTING_DOWN
         assert not draining.done()
         scheduler.tokens(add.handle, 0, [*ids_of("end"), EOS])
-        assert await collect(stream) == "end"
+        assert text_of(await collect(stream)) == "end"
         await asyncio.wait_for(draining, 60)
 
 
@@ -287,115 +207,3 @@ async def test_what_does_not_end_within_the_drain_time_fails_as_unavailable(
         assert caught.value.reason is ErrorReason.SHUTTING_DOWN
         assert await scheduler.next_abort() == ("long", 0)
         await stopping
-
-
-@pytest.mark.parametrize("field", ["port", "health_port"])
-async def test_a_port_in_use_is_named_also_by_another_gateway(
-    make_gateway: Make, scheduler: ScriptedScheduler, field: str
-) -> None:
-    first = await make_gateway(scheduler=scheduler.target)
-    taken = getattr(first, field)
-    with pytest.raises(ConfigError, match=f"port is {taken}, which cannot be bound"):
-        await make_gateway(scheduler=scheduler.target, **{field: taken})
-    async with client_of(first) as client:
-        assert len(await client.models()) == 1
-
-
-async def test_a_name_of_two_pools_is_refused(make_gateway: Make, directory: pathlib.Path) -> None:
-    pool = {"served_model_names": ["same"], "scheduler": "127.0.0.1:1", "tokenizer": directory}
-    with pytest.raises(ConfigError, match="served_model_names has 'same' twice"):
-        await make_gateway(pools=[pool, pool])
-
-
-async def start_process(*arguments: str) -> asyncio.subprocess.Process:
-    command = (sys.executable, "-m", "holdback.cli", "gateway", *arguments)
-    return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-
-
-@pytest.mark.case("B62")
-async def test_the_process_reports_its_ports_drains_on_sigterm_and_exits_with_zero(
-    directory: pathlib.Path, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
-) -> None:
-    ports_file = tmp_path / "ports.json"
-    flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
-    child = await start_process(*flags)
-    process = LocalProcess("gateway", child, ports_file)
-    await asyncio.wait_for(process.wait_for_ports(), 60)
-    readiness = watch(process.health_port)
-    await wait_for(readiness, expected=True)
-    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
-        assert [model.name for model in await client.models()] == ["toy"]
-        stream = client.stream("x")
-        add = await scheduler.next_add()
-        child.send_signal(signal.SIGTERM)
-        await wait_for(readiness, expected=False)
-        scheduler.tokens(add.handle, 0, [*ids_of("end"), EOS])
-        assert await collect(stream) == "end"
-    assert child.stderr is not None
-    log = (await asyncio.wait_for(child.stderr.read(), 60)).decode()
-    assert await process.exited == 0
-    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
-    assert events[0] == "gateway_listens"
-    assert events[-2:] == ["gateway_drains", "gateway_stopped"]
-
-
-@pytest.mark.case("B62")
-async def test_a_second_signal_ends_the_drain(
-    directory: pathlib.Path, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
-) -> None:
-    ports_file = tmp_path / "ports.json"
-    flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
-    process = LocalProcess("gateway", await start_process(*flags), ports_file)
-    await asyncio.wait_for(process.wait_for_ports(), 60)
-    readiness = watch(process.health_port)
-    await wait_for(readiness, expected=True)
-    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
-        pending = asyncio.create_task(client.generate("x"))
-        await scheduler.next_add()
-        process.child.send_signal(signal.SIGTERM)
-        await wait_for(readiness, expected=False)
-        process.child.send_signal(signal.SIGINT)
-        with pytest.raises(UnavailableError) as caught:
-            await pending
-        assert caught.value.reason is ErrorReason.SHUTTING_DOWN
-    assert await asyncio.wait_for(process.exited, 60) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--tokenizer", "DIRECTORY"], "scheduler is not set; allowed: scheduler and tokenizer, or pools"),
-        (["--scheduler", "x:1"], "tokenizer is not set; allowed: scheduler and tokenizer, or pools"),
-        (
-            ["--scheduler", "x:1", "--tokenizer", "/nonexistent"],
-            "tokenizer is '/nonexistent'; allowed: a model directory",
-        ),
-        (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--port", "TAKEN"], "port is TAKEN, which cannot be bound"),
-        (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--host", "0.0.0.0"], "allowed: with tls_cert and tls_key"),  # noqa: S104
-        (["--drain-timeout-s", "-1"], "drain_timeout_s is '-1'"),
-        (
-            ["--scheduler", "x:1", "--pools", '[{"served_model_names":["a"],"scheduler":"x:1","tokenizer":"y"}]'],
-            "both set",
-        ),
-    ],
-)
-async def test_a_process_that_cannot_start_says_why_and_exits_with_two(
-    directory: pathlib.Path, flags: list[str], says: str
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        filled = [flag.replace("DIRECTORY", str(directory)).replace("TAKEN", port) for flag in flags]
-        child = await start_process(*filled)
-        _, message = await asyncio.wait_for(child.communicate(), 60)
-    assert says.replace("TAKEN", port) in message.decode()
-    assert child.returncode == 2
-
-
-async def test_the_default_name_of_a_model_is_that_of_its_directory(
-    make_gateway: Make, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
-) -> None:
-    directory = save_directory(tmp_path / "some-model", make_tokenizer("byte_level"))
-    gateway = await make_gateway(scheduler=scheduler.target, tokenizer=directory, served_model_name="")
-    assert [pool.names for pool in gateway.pools] == [("some-model",)]

@@ -1,0 +1,143 @@
+"""The gateway as a process: its ports, its signals, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdback import AsyncClient
+from holdback.cli.local import LocalProcess
+from holdback.errors import (
+    ConfigError,
+    ErrorReason,
+    UnavailableError,
+)
+from tests.gateway.conftest import client_of
+from tests.gateway.health import wait_for, watch
+from tests.gateway.scripted_scheduler import ScriptedScheduler
+from tests.gateway.small_tokenizers import make_tokenizer, save_directory
+from tests.gateway.texts import EOS, collect, ids_of, text_of
+
+pytestmark = pytest.mark.loopback
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("field", ["port", "health_port"])
+async def test_a_port_in_use_is_named_also_by_another_gateway(
+    make_gateway: Make, scheduler: ScriptedScheduler, field: str
+) -> None:
+    first = await make_gateway(scheduler=scheduler.target)
+    taken = getattr(first, field)
+    with pytest.raises(ConfigError, match=f"port is {taken}, which cannot be bound"):
+        await make_gateway(scheduler=scheduler.target, **{field: taken})
+    async with client_of(first) as client:
+        assert len(await client.models()) == 1
+
+
+async def test_a_name_of_two_pools_is_refused(make_gateway: Make, directory: pathlib.Path) -> None:
+    pool = {"served_model_names": ["same"], "scheduler": "127.0.0.1:1", "tokenizer": directory}
+    with pytest.raises(ConfigError, match="served_model_names has 'same' twice"):
+        await make_gateway(pools=[pool, pool])
+
+
+async def start_process(*arguments: str) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-m", "holdback.cli", "gateway", *arguments)
+    return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+
+
+@pytest.mark.case("B62")
+async def test_the_process_reports_its_ports_drains_on_sigterm_and_exits_with_zero(
+    directory: pathlib.Path, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    ports_file = tmp_path / "ports.json"
+    flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
+    child = await start_process(*flags)
+    process = LocalProcess("gateway", child, ports_file)
+    await asyncio.wait_for(process.wait_for_ports(), 60)
+    readiness = watch(process.health_port)
+    await wait_for(readiness, expected=True)
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
+        assert [model.name for model in await client.models()] == ["toy"]
+        stream = client.stream("x")
+        add = await scheduler.next_add()
+        child.send_signal(signal.SIGTERM)
+        await wait_for(readiness, expected=False)
+        scheduler.tokens(add.handle, 0, [*ids_of("end"), EOS])
+        assert text_of(await collect(stream)) == "end"
+    assert child.stderr is not None
+    log = (await asyncio.wait_for(child.stderr.read(), 60)).decode()
+    assert await process.exited == 0
+    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+    assert events[0] == "gateway_listens"
+    assert events[-2:] == ["gateway_drains", "gateway_stopped"]
+
+
+@pytest.mark.case("B62")
+async def test_a_second_signal_ends_the_drain(
+    directory: pathlib.Path, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    ports_file = tmp_path / "ports.json"
+    flags = ("--scheduler", scheduler.target, "--tokenizer", str(directory), "--ports-file", str(ports_file))
+    process = LocalProcess("gateway", await start_process(*flags), ports_file)
+    await asyncio.wait_for(process.wait_for_ports(), 60)
+    readiness = watch(process.health_port)
+    await wait_for(readiness, expected=True)
+    async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0, max_resumes=0) as client:
+        pending = asyncio.create_task(client.generate("x"))
+        await scheduler.next_add()
+        process.child.send_signal(signal.SIGTERM)
+        await wait_for(readiness, expected=False)
+        process.child.send_signal(signal.SIGINT)
+        with pytest.raises(UnavailableError) as caught:
+            await pending
+        assert caught.value.reason is ErrorReason.SHUTTING_DOWN
+    assert await asyncio.wait_for(process.exited, 60) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tokenizer", "DIRECTORY"], "scheduler is not set; allowed: scheduler and tokenizer, or pools"),
+        (["--scheduler", "x:1"], "tokenizer is not set; allowed: scheduler and tokenizer, or pools"),
+        (
+            ["--scheduler", "x:1", "--tokenizer", "/nonexistent"],
+            "tokenizer is '/nonexistent'; allowed: a model directory",
+        ),
+        (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--port", "TAKEN"], "port is TAKEN, which cannot be bound"),
+        (["--scheduler", "x:1", "--tokenizer", "DIRECTORY", "--host", "0.0.0.0"], "allowed: with tls_cert and tls_key"),  # noqa: S104
+        (["--drain-timeout-s", "-1"], "drain_timeout_s is '-1'"),
+        (
+            ["--scheduler", "x:1", "--pools", '[{"served_model_names":["a"],"scheduler":"x:1","tokenizer":"y"}]'],
+            "both set",
+        ),
+    ],
+)
+async def test_a_process_that_cannot_start_says_why_and_exits_with_two(
+    directory: pathlib.Path, flags: list[str], says: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        filled = [flag.replace("DIRECTORY", str(directory)).replace("TAKEN", port) for flag in flags]
+        child = await start_process(*filled)
+        _, message = await asyncio.wait_for(child.communicate(), 60)
+    assert says.replace("TAKEN", port) in message.decode()
+    assert child.returncode == 2
+
+
+async def test_the_default_name_of_a_model_is_that_of_its_directory(
+    make_gateway: Make, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+) -> None:
+    directory = save_directory(tmp_path / "some-model", make_tokenizer("byte_level"))
+    gateway = await make_gateway(scheduler=scheduler.target, tokenizer=directory, served_model_name="")
+    assert [pool.names for pool in gateway.pools] == [("some-model",)]
