@@ -205,7 +205,7 @@ async def test_an_executor_with_another_model_is_refused_and_the_pool_goes_on(st
 # ---- processes ----
 
 
-async def run(command, *arguments, timeout_s=30.0):
+async def run(command, *arguments, timeout_s=60.0):
     """Runs one command to its end; returns its exit status and all that it printed."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "holdback.cli", command, *map(str, arguments)),

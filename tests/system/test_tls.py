@@ -58,11 +58,11 @@ async def test_a_pool_serves_with_mutual_tls_on_every_hop(
     client_tls = Tls(chain, key, ca=files.ca)
     async with LocalStack(with_tls(stack_arguments, files, host), host=host) as stack:
         await stack.wait_until_ready()
-        async with AsyncClient(stack.gateway_address, timeout_s=30, tls=client_tls) as client:
+        async with AsyncClient(stack.gateway_address, timeout_s=60, tls=client_tls) as client:
             answer = await client.generate(token_ids=[20, 21, 22], max_tokens=4)
             assert len(answer.token_ids) == 4
         for refused in (Tls(ca=files.ca), Tls()):  # no certificate, and no TLS at all
-            async with AsyncClient(stack.gateway_address, timeout_s=10, tls=refused) as client:
+            async with AsyncClient(stack.gateway_address, timeout_s=60, tls=refused) as client:
                 with pytest.raises(UnavailableError):
                     await client.models()
 
@@ -77,9 +77,9 @@ async def test_a_certificate_of_another_name_is_refused_unless_the_name_is_given
     async with LocalStack(arguments) as stack:
         await stack.wait_until_ready()
         named = Tls(chain, key, ca=files.ca, server_name="holdback.internal")
-        async with AsyncClient(stack.gateway_address, timeout_s=20, tls=named) as client:
+        async with AsyncClient(stack.gateway_address, timeout_s=60, tls=named) as client:
             assert len(await client.models()) == 1
-        async with AsyncClient(stack.gateway_address, timeout_s=10, tls=Tls(chain, key, ca=files.ca)) as client:
+        async with AsyncClient(stack.gateway_address, timeout_s=60, tls=Tls(chain, key, ca=files.ca)) as client:
             with pytest.raises(UnavailableError):
                 await client.models()
 
