@@ -230,7 +230,7 @@ class Terminal:
     def close(self) -> None:
         if self.child.poll() is None:
             self.child.kill()
-        self.child.wait(10)
+        self.child.wait(60)
         os.close(self.master)
 
 
@@ -248,7 +248,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(gateway: MockGateway, terminal:
     terminal.expect("Once upon")
     terminal.type("\x03")
     terminal.expect("(stopped)")
-    assert gateway.calls[0].ended.wait(10)
+    assert gateway.calls[0].ended.wait(60)
     terminal.expect("> ")
     terminal.type("Enough\n")
     terminal.expect("Bye")
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(gateway: MockGateway, terminal:
     terminal.interrupt("/quit or Ctrl-D ends")  # there is no answer to stop
     terminal.expect("> ")
     terminal.type("\x04")
-    assert terminal.child.wait(20) == 0
+    assert terminal.child.wait(60) == 0
 
 
 def test_an_error_at_a_terminal_is_shown_and_the_conversation_goes_on(gateway: MockGateway, terminal: Terminal) -> None:
@@ -272,7 +272,7 @@ def test_an_error_at_a_terminal_is_shown_and_the_conversation_goes_on(gateway: M
     assert said(gateway, 1) == [("user", "two")]
     terminal.expect("> ")
     terminal.type("/quit\n")
-    assert terminal.child.wait(20) == 0
+    assert terminal.child.wait(60) == 0
 
 
 def test_ctrl_c_in_a_pipe_ends_it(gateway: MockGateway) -> None:
@@ -285,5 +285,5 @@ def test_ctrl_c_in_a_pipe_ends_it(gateway: MockGateway) -> None:
         child.stdin.flush()
         assert child.stdout.read(1) == "a"
         child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 130
-    assert gateway.calls[0].ended.wait(10)
+        assert child.wait(60) == 130
+    assert gateway.calls[0].ended.wait(60)
