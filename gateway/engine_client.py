@@ -14,7 +14,6 @@ import asyncio
 import collections
 import contextlib
 import itertools
-from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -23,7 +22,14 @@ import structlog
 from gateway.counts import RequestTimes
 from gateway.load import LoadReader
 from gateway.pool_status import PoolStatus
-from gateway.scheduler_messages import Stream, check_accepted, decode_ended, longest_silence_s, read_response
+from gateway.scheduler_messages import (
+    Stream,
+    check_accepted,
+    decode_ended,
+    longest_silence_s,
+    read_response,
+    read_tokens,
+)
 from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
 from holdback import codec, rpc
 from holdback.errors import (
@@ -32,11 +38,10 @@ from holdback.errors import (
     ErrorReason,
     FailedPreconditionError,
     HoldbackError,
-    InvalidArgumentError,
     UnavailableError,
 )
 from holdback.tls import NO_TLS, Stamp, Tls
-from holdback.types import PROTOCOL_VERSION, FinishReason, ModelInfo, RequestSpec, TokenLogprobs
+from holdback.types import PROTOCOL_VERSION, FinishReason, ModelInfo, RequestSpec
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 log = structlog.get_logger(__name__)
@@ -302,27 +307,12 @@ class EngineClient:
                 self._end(submission, decode_ended(ended))
 
     def _on_tokens(self, updates: scheduler_pb2.RequestUpdates) -> None:
-        counts: Sequence[int] = updates.num_new_tokens or [1] * len(updates.handles)
-        if not len(counts) == len(updates.handles) == len(updates.output_indices) or sum(counts) != len(
-            updates.token_ids
-        ):
-            raise InvalidArgumentError.of("updates.num_new_tokens", len(counts), "lists that fit each other")
-        token_ids = list(updates.token_ids)
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if updates.logprobs else []
-        for entry in updates.logprobs:
-            if entry.token_index >= len(token_ids) or logprobs[entry.token_index] is not None:
-                raise InvalidArgumentError.of(
-                    "updates.logprobs.token_index", entry.token_index, f"[0, {len(token_ids)}), each once"
-                )
-            logprobs[entry.token_index] = codec.decode_logprobs(entry.logprobs)
-        start = 0
-        for handle, index, count in zip(updates.handles, updates.output_indices, counts, strict=True):
-            submission = self._by_handle.get(handle)
+        for new in read_tokens(updates):
+            submission = self._by_handle.get(new.handle)
             if submission is not None:
-                submission.on_tokens(index, token_ids[start : start + count], logprobs[start : start + count])
+                submission.on_tokens(new.first_index, new.token_ids, new.logprobs)
                 if submission.ended is not None:
                     self._close_submission(submission)
-            start += count
 
     def _on_lost(self) -> None:
         self._is_live = False

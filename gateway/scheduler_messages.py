@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -15,7 +17,7 @@ from holdback.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from holdback.types import PROTOCOL_VERSION, FinishReason
+from holdback.types import PROTOCOL_VERSION, FinishReason, TokenLogprobs
 from holdback.v1 import scheduler_pb2
 
 MIN_SILENT_HEARTBEATS = 3
@@ -69,3 +71,41 @@ def decode_ended(message: scheduler_pb2.RequestEnded) -> Ended:
     if error is None and reason is FinishReason.ERROR:
         error = InternalError("the scheduler ended the request with an error that it did not name")
     return Ended(reason, message.stop_token_id if message.HasField("stop_token_id") else None, error)
+
+
+class NewTokens(NamedTuple):
+    """New outputs of one request; plain, for each token of each request is one.
+
+    Attributes:
+        handle: of the request on its stream.
+        first_index: of these outputs.
+        token_ids: the outputs.
+        logprobs: parallel to them, None for those that have none; or empty.
+    """
+
+    handle: int
+    first_index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
+
+
+def read_tokens(updates: scheduler_pb2.RequestUpdates) -> Iterator[NewTokens]:
+    """The outputs in a message, request by request.
+
+    Raises:
+        InvalidArgumentError: its lists do not fit each other, or a token has log-probabilities twice.
+    """
+    counts: Sequence[int] = updates.num_new_tokens or [1] * len(updates.handles)
+    token_ids = list(updates.token_ids)
+    if not len(counts) == len(updates.handles) == len(updates.output_indices) or sum(counts) != len(token_ids):
+        raise InvalidArgumentError.of("updates.num_new_tokens", len(counts), "lists that fit each other")
+    logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if updates.logprobs else []
+    for entry in updates.logprobs:
+        if entry.token_index >= len(token_ids) or logprobs[entry.token_index] is not None:
+            limit = f"[0, {len(token_ids)}), each once"
+            raise InvalidArgumentError.of("updates.logprobs.token_index", entry.token_index, limit)
+        logprobs[entry.token_index] = codec.decode_logprobs(entry.logprobs)
+    start = 0
+    for handle, index, count in zip(updates.handles, updates.output_indices, counts, strict=True):
+        yield NewTokens(handle, index, token_ids[start : start + count], logprobs[start : start + count])
+        start += count
