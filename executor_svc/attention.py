@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from executor_svc.kernels.native import HEAD_DIMS, NativeKernels, Pages
 from executor_svc.kv_cache import KVCache
+from holdback.buckets import blocks_for
 from holdback.types import Phase
 
 IMPLEMENTATION = "holdback_paged"
@@ -138,7 +139,8 @@ class PagedContext:
         gets the same bits whatever the longest context of its batch is.
         """
         num_rows = 1 if self.phase is Phase.PREFILL else self.num_tokens
-        num_blocks = -(-(-(-self.longest_context // 16) * 16) // self.cache.block_size)
+        longest = blocks_for(self.longest_context, 16) * 16
+        num_blocks = blocks_for(longest, self.cache.block_size)
         self.block_tables = self.block_tables[:num_rows, :num_blocks]
         self.context_lens = self.context_lens[:num_rows]
 

@@ -18,6 +18,7 @@ import structlog
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs
 from executor_svc.progress import ProgressBar
 from executor_svc.requests import refuse
+from holdback.buckets import blocks_for
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.types import GraphLatency, Phase, SamplingParams
 
@@ -146,7 +147,7 @@ def graph_inputs(device: Device, key: GraphKey, context: int) -> StepInputs:
         input_ids=np.zeros(key.size, np.int32) if is_prefill else None,
         positions=positions.astype(np.int32),
         slot_mapping=np.full(key.size, -1, np.int32),
-        block_tables=np.zeros((num_rows, -(-max_model_len // limits.block_size)), np.int32),
+        block_tables=np.zeros((num_rows, blocks_for(max_model_len, limits.block_size)), np.int32),
         context_lens=np.full(num_rows, visible, np.int32),
         num_tokens=key.size,
         slots=np.full(num_rows, limits.max_num_seqs, np.int32),

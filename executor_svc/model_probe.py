@@ -25,6 +25,7 @@ from executor_svc.kernels.native import NativeKernels
 from executor_svc.kv_cache import KVCache, LayerShape
 from executor_svc.model_directory import describe_error
 from executor_svc.models import LoadedModel
+from holdback.buckets import blocks_for
 from holdback.errors import ConfigError
 from holdback.types import Phase
 
@@ -166,7 +167,7 @@ class _Runner:
 
     def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, ends: list[int]) -> torch.Tensor:
         """Logits of the last two tokens, float32 [2, vocab_size]; a chunk of one token is decoded."""
-        blocks = -(-len(ids) // _BLOCK_SIZE)
+        blocks = blocks_for(len(ids), _BLOCK_SIZE)
         cache = KVCache(self._layers, 1 + blocks, _BLOCK_SIZE, self._dtype)
         kept = []
         for start, end in zip([0, *ends], ends, strict=False):

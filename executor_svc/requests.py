@@ -12,6 +12,7 @@ import numpy as np
 from executor_svc.devices.base import Int32
 from executor_svc.random_numbers import mix_seed
 from executor_svc.sampling_limits import check_sampling
+from holdback.buckets import blocks_for
 from holdback.errors import InternalError
 from holdback.types import ExecutorLimits, ModelInfo, NewRequestData, RequestSpec, SamplingParams
 
@@ -38,7 +39,7 @@ class RunningRequests:
 
     def __init__(self, limits: ExecutorLimits, model: ModelInfo) -> None:
         rows = limits.max_num_seqs
-        width = -(-model.max_model_len // limits.block_size)
+        width = blocks_for(model.max_model_len, limits.block_size)
         self._limits = limits
         self._model = model
         self.slots: dict[str, int] = {}
