@@ -23,7 +23,7 @@ import grpc.aio
 from holdback import codec
 from holdback.answers import Generation, Model, decode_choice, decode_model
 from holdback.endpoints import Endpoint, Endpoints, check_addresses, metadata_of
-from holdback.errors import InvalidArgumentError, NotFoundError, RequestAbortedError
+from holdback.errors import InvalidArgumentError, NotFoundError
 from holdback.options import (
     ChatOptions,
     GenerateOptions,
@@ -76,7 +76,7 @@ class AsyncClient:
             ConfigError: a file of `tls` cannot be read, or is none.
         """
         addresses = check_addresses(address)
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
             raise InvalidArgumentError.of("timeout_s", timeout_s, "a number above 0")
         check_count("max_retries", max_retries)
         check_count("max_resumes", max_resumes)
@@ -204,7 +204,7 @@ class AsyncClient:
         backoff = Backoff(self._max_retries, deadline)
         while True:
             try:
-                call = method((endpoint or self._next_endpoint()).stub)
+                call = method((endpoint or self._endpoints.next()).stub)
                 return await call(request, timeout=deadline.left_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as failed:
                 failure = Failure.of(failed)
@@ -218,10 +218,5 @@ class AsyncClient:
                 raise
 
     def _start_stream(self, deadline: Deadline, request: inference_pb2.GenerateStreamRequest) -> StreamCall:
-        stub = self._next_endpoint().stub
+        stub = self._endpoints.next().stub
         return stub.GenerateStream(request, timeout=deadline.left_s, metadata=self._metadata)
-
-    def _next_endpoint(self) -> Endpoint:
-        if self._endpoints.is_closed:
-            raise RequestAbortedError("the client is closed")
-        return self._endpoints.next()

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from holdback import rpc
-from holdback.errors import InvalidArgumentError
+from holdback.errors import InvalidArgumentError, RequestAbortedError
 from holdback.tls import Tls
 from holdback.v1 import inference_pb2_grpc
 
@@ -36,27 +36,44 @@ class Endpoint:
 
 
 class Endpoints:
-    """All addresses of one client."""
+    """All addresses of one client.
+
+    A channel belongs to the event loop on which it is made, so there are none before the first call: a client may be
+    made before the loop runs.
+    """
 
     def __init__(self, addresses: Sequence[str], tls: Tls) -> None:
-        self._all = [_connect(address, tls) for address in addresses]
+        """Raises ConfigError for a file of `tls` that is none."""
+        tls.check()
+        self._addresses = addresses
+        self._tls = tls
+        self._all: list[Endpoint] = []
         self._turn = 0
-        self.is_closed = False
+        self._is_closed = False
 
     def __iter__(self) -> Iterator[Endpoint]:
+        """Raises RequestAbortedError once closed."""
+        self._connect()
         return iter(self._all)
 
     def next(self) -> Endpoint:
-        """Each in turn, those that are down only when all are."""
+        """Each in turn, those that are down only when all are. Raises RequestAbortedError once closed."""
+        self._connect()
         in_order = self._all[self._turn :] + self._all[: self._turn]
         chosen = next((endpoint for endpoint in in_order if not endpoint.is_down), in_order[0])
         self._turn = (self._all.index(chosen) + 1) % len(self._all)
         return chosen
 
     async def close(self) -> None:
-        self.is_closed = True
+        self._is_closed = True
         for endpoint in self._all:
             await endpoint.channel.close()
+
+    def _connect(self) -> None:
+        if self._is_closed:
+            raise RequestAbortedError("the client is closed")
+        if not self._all:
+            self._all = [_connect(address, self._tls) for address in self._addresses]
 
 
 def check_addresses(address: str | Sequence[str]) -> tuple[str, ...]:

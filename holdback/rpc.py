@@ -6,6 +6,7 @@ port belongs to one process: a second server on it is refused, whatever it serve
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import socket
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from holdback.errors import (
@@ -213,7 +215,8 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> HoldbackError:
     message = failure.details() or failure.code().name
     for key, value in failure.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-            return _decode_status(status_pb2.Status.FromString(value), message)
+            with contextlib.suppress(DecodeError):  # details of somebody in between, who writes them otherwise
+                return _decode_status(status_pb2.Status.FromString(value), message)
     cls = _CLASSES.get(number)
     if cls is None:
         return InternalError(f"{failure.code().name}: {message}")

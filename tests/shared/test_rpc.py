@@ -1,6 +1,7 @@
 """Errors keep their meaning over the wire; ports and peers are what they say."""
 
 import asyncio
+import contextlib
 import inspect
 from typing import Any
 
@@ -41,6 +42,16 @@ def test_an_error_on_a_shared_stream_comes_back_as_it_was(cls):
     assert back.message == "what is wrong"
     assert back.reason is ErrorReason.QUEUE_FULL
     assert rpc.STATUS_CODES[type(back)] is rpc.STATUS_CODES[cls]
+
+
+@pytest.mark.parametrize("details", [b"\xff", b"\x1a\x02\x0a\xff"])
+def test_details_that_are_none_leave_the_class_of_the_code(details):
+    trailing = grpc.aio.Metadata((rpc.STATUS_DETAILS_KEY, details))
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="a proxy's words"
+    )
+    back = rpc.error_from_rpc(failure)
+    assert (type(back), back.message) == (UnavailableError, "a proxy's words")
 
 
 class Echo(grpc.GenericRpcHandler):
@@ -141,6 +152,17 @@ async def test_a_call_to_a_peer_that_froze_ends_with_the_keepalive_timeout(monke
     times = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
     options = [(key, value // 30 if key in times else value) for key, value in rpc._CHANNEL_OPTIONS]
     monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", options)
+    let_go = asyncio.Event()
+
+    async def greet_and_freeze(reader, writer):
+        """An empty SETTINGS frame of HTTP/2, its acknowledgement, then nothing; the kernel takes in what comes."""
+        writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 4, 1, 0, 0, 0, 0]))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65_536):
+                pass
+        writer.close()
+        let_go.set()
+
     frozen = await asyncio.start_server(greet_and_freeze, "127.0.0.1", 0)
     port = frozen.sockets[0].getsockname()[1]
     try:
@@ -148,16 +170,10 @@ async def test_a_call_to_a_peer_that_froze_ends_with_the_keepalive_timeout(monke
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await channel.unary_unary("/test/Call", bytes, bytes)(b"")
         assert failure.value.details() == "Stream removed (ping timeout)"
+        await asyncio.wait_for(let_go.wait(), 60)
     finally:
         frozen.close()
-
-
-async def greet_and_freeze(reader, writer):
-    """An empty SETTINGS frame of HTTP/2, its acknowledgement, then nothing; the kernel takes in what comes."""
-    writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 4, 1, 0, 0, 0, 0]))
-    while await reader.read(65_536):
-        pass
-    writer.close()
+        await frozen.wait_closed()
 
 
 class Gathering(grpc.GenericRpcHandler):
