@@ -74,8 +74,8 @@ class _Entry(pydantic.BaseModel):
 
     name: str = pydantic.Field(min_length=1, max_length=128)
     sha256: str = pydantic.Field(pattern="^[0-9a-f]{64}$")
-    max_requests: int | None = pydantic.Field(None, ge=1)
-    max_streams: int | None = pydantic.Field(None, ge=1)
+    max_requests: int | None = pydantic.Field(None, ge=1, strict=True)  # `yes` is no number
+    max_streams: int | None = pydantic.Field(None, ge=1, strict=True)
 
 
 class _KeyFile(pydantic.BaseModel):

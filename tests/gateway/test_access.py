@@ -140,6 +140,12 @@ def test_a_key_in_place_of_its_digest_is_refused_and_not_shown(tmp_path: pathlib
     assert "keys.0.sha256" in caught.value.message
 
 
+@pytest.mark.parametrize("limit", [True, "2", 2.0, 0])
+def test_a_limit_that_is_no_whole_number_is_refused(tmp_path: pathlib.Path, limit: Any) -> None:
+    with pytest.raises(ConfigError, match=r"keys\.0\.max_streams"):
+        KeyAccess(write(tmp_path / "keys", entry("one", "a", max_streams=limit)))
+
+
 @pytest.mark.parametrize("twice", [{"name": "a"}, {"sha256": hashlib.sha256(b"one").hexdigest()}])
 def test_a_name_or_key_that_stands_twice_is_refused(tmp_path: pathlib.Path, twice: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="stands twice"):
