@@ -145,6 +145,9 @@ class KeyAccess:
             log.info("api_keys_read", num_keys=len(self._callers))
 
 
+_NEEDED = {"model_type": "a mapping is needed", "tuple_type": "a list is needed"}
+
+
 def create_access(path: pathlib.Path | None) -> Access:
     """Raises ConfigError for a file that is none."""
     return OpenAccess() if path is None else KeyAccess(path)
@@ -167,7 +170,9 @@ def _read(path: pathlib.Path) -> Mapping[bytes, tuple[bytes, Caller]]:
     except pydantic.ValidationError as error:
         # Not pydantic's own words: they may hold what was written in place of a digest.
         where = ".".join(map(str, error.errors()[0]["loc"])) or "the whole"
-        raise ConfigError(f"api_keys: {path}: {where}: {error.errors()[0]['msg']}") from None
+        problem = error.errors()[0]
+        why = _NEEDED.get(problem["type"], problem["msg"])
+        raise ConfigError(f"api_keys: {path}: {where}: {why}") from None
     digests = [bytes.fromhex(entry.sha256) for entry in entries]
     callers = [Caller(entry.name, entry.max_requests, entry.max_streams) for entry in entries]
     return {digest: (digest, caller) for digest, caller in zip(digests, callers, strict=True)}

@@ -117,7 +117,7 @@ class TemplateWorkers:
             await self._idle.pop().end()
 
     async def _render(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
-        worker = self._idle.pop() if self._idle else await self._start_worker()
+        worker = await self._free_worker()
         is_fit = False
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -136,6 +136,23 @@ class TemplateWorkers:
         if "error" in answer:
             raise template_error(answer["error"])
         return str(answer["text"])
+
+    async def _free_worker(self) -> _Worker:
+        """One that waits and has not died meanwhile, else a new one.
+
+        Raises:
+            InternalError: none can be started, which is no fault of a client's.
+        """
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+            log.warning("template_worker_died", worker_pid=worker.pid)
+        try:
+            return await self._start_worker()
+        except ConfigError as error:
+            log.error("template_worker_not_started", why=error.message)
+            raise InternalError("no process could be started for the chat template; the log says why") from error
 
     async def _start_worker(self) -> _Worker:
         worker = await _Worker.start()
@@ -182,6 +199,10 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C is for the gateway, which still drains
             )
         )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.returncode is None
 
     async def ask(self, message: Any) -> Any:
         self._stdin.write(pack(message))

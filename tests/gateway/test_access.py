@@ -140,6 +140,21 @@ def test_a_key_in_place_of_its_digest_is_refused_and_not_shown(tmp_path: pathlib
     assert "keys.0.sha256" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "the whole: a mapping is needed"),
+        ("keys: x", "keys: a list is needed"),
+        ("keys: [x]", r"keys\.0: a mapping is needed"),
+    ],
+)
+def test_what_is_not_there_is_said_in_words(tmp_path: pathlib.Path, content: str, says: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{says}$"):
+        KeyAccess(path)
+
+
 @pytest.mark.parametrize("limit", [True, "2", 2.0, 0])
 def test_a_limit_that_is_no_whole_number_is_refused(tmp_path: pathlib.Path, limit: Any) -> None:
     with pytest.raises(ConfigError, match=r"keys\.0\.max_streams"):

@@ -6,13 +6,14 @@ import asyncio
 import os
 import resource
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from gateway import template_workers
 from gateway.template_workers import NUM_WORKERS, TemplateSource, TemplateWorkers, WorkerTemplate
-from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
+from holdback.errors import ConfigError, ErrorReason, InternalError, InvalidArgumentError, ResourceExhaustedError
 
 USER = [{"role": "user", "content": "h\u00e9"}]
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
@@ -178,3 +179,24 @@ async def test_more_text_than_may_wait_is_refused(start: Start, monkeypatch: pyt
         await template.render([{"role": "user", "content": "bbb"}])
     assert await under_way == "a" * 8
     assert await template.render([{"role": "user", "content": "c" * 30}]) == "c" * 30
+
+
+async def test_a_process_that_died_while_it_waited_fails_nobody(start: Start) -> None:
+    workers, [template] = await start("{{ messages[0].content }}")
+    (waiting,) = workers._idle
+    os.kill(waiting.pid, signal.SIGKILL)
+    await asyncio.wait_for(waiting._child.wait(), 60)
+    assert await template.render(USER) == "h\u00e9"
+    assert [worker.is_alive for worker in workers._idle] == [True]
+
+
+async def test_a_process_that_cannot_be_started_is_a_fault_of_ours(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, [template] = await start("{{ messages[0].content }}")
+    await workers._idle.pop().end()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(InternalError, match="no process could be started for the chat template"):
+        await template.render(USER)
+    monkeypatch.undo()
+    assert await template.render(USER) == "h\u00e9"
