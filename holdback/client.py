@@ -45,7 +45,10 @@ Method: TypeAlias = "Callable[[inference_pb2_grpc.InferenceServiceAsyncStub], Ca
 
 
 class AsyncClient:
-    """A client of one gateway, or of several that serve the same. Use it as an async context manager, or `close` it."""
+    """A client of one gateway, or of several that serve the same. Use it as an async context manager, or `close` it.
+
+    It belongs to the event loop on which it is first called, and may be made before that runs.
+    """
 
     def __init__(
         self,
