@@ -286,11 +286,8 @@ def lower_row(row: Row, folder: pathlib.Path | None) -> None:
         text = lower(row.graph, row.inputs, row.num_ranks)
         row.operations = count_operations(text)
         if folder is not None:
-            path = (
-                folder
-                / f"{re.sub(r'[ ,]+', '-', row.model)}-{row.key.phase.value}-{row.key.size}-{row.key.context}.mlir"
-            )
-            path.write_text(text, encoding="utf-8")
+            graph = f"{row.model}-{row.key.phase.value}-{row.key.size}-{row.key.context}.mlir"
+            (folder / re.sub(r"[ ,]+", "-", graph)).write_text(text, encoding="utf-8")
     row.graph, row.inputs = None, ()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from executor_svc.devices.compiled import CompiledDevice
 from executor_svc.devices.cpu import CpuDevice
 from executor_svc.graphs import warm_up
 from executor_svc.runner import NeuronModelRunner
+from holdback.errors import ConfigError
 from holdback.types import Phase, RequestSpec, SamplingParams, TokenLogprobs
 from tests.executor.builders import Steps
 from tests.executor.compiled_models import CoreAtenBackend, CountingBackend, build_compiled, check_graph
@@ -269,3 +270,18 @@ def test_launching_does_not_wait_for_the_device(device: CompiledDevice) -> None:
     assert not blocker.done()
     release.set()
     assert len(device.collect(ticket).token_ids) == 1
+
+
+def test_a_graph_that_the_backend_cannot_compile_is_refused_in_one_sentence(tiny_model: pathlib.Path) -> None:
+    def refuse(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        raise NotImplementedError("no instruction for it\nin this compiler")
+
+    buckets: dict[str, Any] = {"prefill_buckets": (16,), "seqs_buckets": (2,), "context_buckets": (64,)}
+    device = build_compiled(tiny_model, refuse, **buckets)
+    with pytest.raises(ConfigError) as caught:
+        warm_up(device)
+    device.close()
+    assert str(caught.value).startswith(
+        "model is 'tiny', whose graph prefill of 16 tokens, context 0 cannot be compiled"
+    )
+    assert "no instruction for it in this compiler" in str(caught.value)
