@@ -141,10 +141,14 @@ def repeated(before: bytes, unit: bytes, after: bytes, limit: int = MAX_BODY_BYT
 )
 def test_no_body_of_the_usual_size_holds_others_up(body: bytes) -> None:
     """A tenth of a second is the aim; a machine that does much else besides may take three times as long."""
+    assert min(decoding_s(body) for _ in range(3)) < 0.3
+
+
+def decoding_s(body: bytes) -> float:
     began = time.thread_time()
     with contextlib.suppress(InvalidArgumentError):
         CompletionRequest.read(decode_object(body)).generations()
-    assert time.thread_time() - began < 0.3
+    return time.thread_time() - began
 
 
 def test_bodies_grow_with_the_longest_model_up_to_the_longest_prompt() -> None:
