@@ -122,6 +122,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def joined(self) -> None:
         await self.condition.until(lambda: self.opened_with is not None)
 
+    async def hangs(self) -> None:
+        """Waits for the step that `hangs_after` leaves unanswered."""
+        await self.condition.until(lambda: not self.may_step.is_set())
+
     async def drain(self) -> None:
         await self._register.write(
             scheduler_pb2.RegisterRequest(draining=scheduler_pb2.ExecutorDraining(reason="scale-down"))
@@ -250,6 +254,14 @@ class StubGateway:
 
     async def until_ended(self, *handles: int) -> Answers:
         return await self.until(lambda answers: all(answers[handle].ended is not None for handle in handles))
+
+    async def until_finished(self, count: int) -> None:
+        """Asks until the scheduler has counted so many ends, of whichever gateway: it tells nobody else of them."""
+        async with asyncio.timeout(WAIT_S):
+            finished = 0
+            while finished < count:
+                load = await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())
+                finished = sum(entry.count for entry in load.finished)
 
     async def stream_ended(self) -> HoldbackError | None:
         async with asyncio.timeout(WAIT_S):

@@ -124,7 +124,7 @@ async def test_a_device_that_hangs_with_its_heartbeats_alive_is_found(serve: Ser
         hangs.hangs_after = 4
         await hangs.joined()
         await gateway.add(0, build_spec("r", [20, 21], max_tokens=30))
-        await hangs.condition.until(lambda: not hangs.may_step.is_set())
+        await hangs.hangs()
         beats = hangs.num_heartbeats
         error = await hangs.registration_ended()
         assert isinstance(error, InternalError)
@@ -138,10 +138,10 @@ async def test_a_device_that_hangs_with_its_heartbeats_alive_is_found(serve: Ser
 async def test_an_executor_that_goes_silent_loses_its_requests_to_another(serve: Serve) -> None:
     server = await serve(heartbeat_interval_s=0.05, lease_timeout_s=2)
     async with StubExecutor(server.port, "silent", is_silent=True) as silent, StubGateway(server.port) as gateway:
+        silent.hangs_after = 1
         await silent.joined()
         await gateway.add(0, build_spec("r", [20, 21], max_tokens=30))
         await gateway.until(lambda answers: bool(answers[0].started))
-        silent.may_step.clear()
         async with StubExecutor(server.port, "second"):
             answers = await gateway.until_ended(0)
             assert await silent.registration_ended() is not None
@@ -234,14 +234,14 @@ async def test_a_backlog_moves_to_a_new_executor_at_once(serve: Serve) -> None:
 @pytest.mark.case("B56")
 async def test_a_deadline_over_the_wire_ends_a_running_request_and_frees_all(serve: Serve) -> None:
     server = await serve()
-    executor = StubExecutor(server.port, max_model_len=2100, num_blocks=2101)
+    executor = StubExecutor(server.port, max_model_len=8100, num_blocks=8101)
     async with executor, StubGateway(server.port) as gateway:
         await num_executors(gateway, 1)
-        await gateway.add(0, build_spec("r", [20], max_tokens=2000, deadline_ms=300))
+        await gateway.add(0, build_spec("r", [20], max_tokens=8000, deadline_ms=1500))
         answers = await gateway.until_ended(0)
         load = await get_load(server)
     assert (answers[0].finish_reason, answers[0].error_reason) == ("abort", "DEADLINE_EXCEEDED")
-    assert 0 < len(answers[0].tokens) < 2000
+    assert 0 < len(answers[0].tokens) < 8000
     assert (load.num_running, load.num_waiting, load.kv_usage) == (0, 0, 0)
 
 
@@ -252,12 +252,13 @@ async def test_a_gateway_that_vanishes_while_its_requests_wait_leaves_nothing(se
         StubExecutor(server.port, max_num_seqs=1) as executor,
         StubGateway(server.port, "a session of 16 bytes") as watcher,
     ):
+        executor.hangs_after = 1
         await executor.joined()
         async with StubGateway(server.port) as gateway:
             for handle in range(5):
                 await gateway.add(handle, build_spec(f"r{handle}", [20 + handle], max_tokens=40))
-            await gateway.until(lambda answers: bool(answers[0].started))
-            executor.may_step.clear()
+            await executor.hangs()
+        await watcher.until_finished(5)
         await watcher.add(0, build_spec("after", [90], max_tokens=2))
         executor.may_step.set()
         assert (await watcher.until_ended(0))[0].tokens == answer_of([90], 2)

@@ -91,11 +91,11 @@ async def test_when_an_executor_dies_its_requests_continue_on_the_other(serve: S
     server = await serve()
     first = StubExecutor(server.port, "first", max_num_seqs=2)
     async with first, StubGateway(server.port) as gateway:
+        first.hangs_after = 12
         await first.joined()
         for handle in range(6):
             await gateway.add(handle, build_spec(f"r{handle}", [20 + handle] * 9, max_tokens=40))
         await gateway.until(lambda answers: len(answers[1].tokens) >= 5)
-        first.may_step.clear()
         await first.die()
         async with StubExecutor(server.port, "second", max_num_seqs=2):
             answers = await gateway.until_ended(*range(6))
@@ -171,11 +171,13 @@ async def test_without_a_default_it_gets_what_fits(serve: Serve) -> None:
 async def test_when_a_gateway_goes_all_its_requests_end_at_once(serve: Serve) -> None:
     server = await serve()
     async with StubExecutor(server.port, max_num_seqs=1) as executor, StubGateway(server.port, "x" * 16) as watcher:
+        executor.hangs_after = 4
         async with StubGateway(server.port) as gateway:
             for handle in range(3):
                 await gateway.add(handle, build_spec(f"r{handle}", [20 + handle], max_tokens=60))
             await gateway.until(lambda answers: len(answers[0].tokens) >= 3)
-            executor.may_step.clear()
+            await executor.hangs()
+        await watcher.until_finished(3)
         await watcher.add(0, build_spec(prompt=PROMPT))
         executor.may_step.set()
         assert (await watcher.until_ended(0))[0].tokens == answer_of(PROMPT, 3)
@@ -187,10 +189,11 @@ async def test_when_a_gateway_goes_all_its_requests_end_at_once(serve: Serve) ->
 async def test_a_gateway_that_comes_back_supersedes_its_old_stream(serve: Serve) -> None:
     server = await serve()
     async with StubExecutor(server.port) as executor, StubGateway(server.port) as old:
+        executor.hangs_after = 4
         await executor.joined()
         await old.add(0, build_spec("r", PROMPT, max_tokens=30))
         await old.until(lambda answers: len(answers[0].tokens) >= 2)
-        executor.may_step.clear()
+        await executor.hangs()
         known = list(old.answers[0].tokens)
         async with StubGateway(server.port) as new:
             error = await old.stream_ended()
