@@ -15,6 +15,7 @@ from holdback.errors import RequestAbortedError
 T = TypeVar("T")
 CleanUp = Callable[[], Coroutine[Any, Any, None]]
 JOIN_S = 10.0
+LINGER_S = 0.05
 
 
 class LoopThread:
@@ -76,9 +77,13 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clean_ups: 
 
 
 async def _end(clean_ups: list[CleanUp]) -> None:
+    was_busy = len(asyncio.all_tasks()) > 1
     for clean_up in clean_ups:
         await clean_up()
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    if was_busy:
+        # What gRPC's core still says of the calls that were cut finds this loop, else another one's log would have it.
+        await asyncio.sleep(LINGER_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import signal
@@ -178,3 +179,25 @@ def test_an_interrupt_ends_the_call_at_the_gateway(gateway: MockGateway) -> None
         assert child.stdout.readline() == "interrupted\n"
         assert gateway.calls[0].ended.wait(60)  # while the program goes on
         child.communicate("\n", timeout=60)
+
+
+def test_a_client_that_is_closed_under_its_calls_leaves_nothing_in_the_log_of_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with MockGateway(*[Answer(*"abcdefgh", delay_s=0.003)] * 50_000) as gateway, Client(gateway.address) as other:
+        for _ in range(40):
+            client = Client(gateway.address)
+            readers = [threading.Thread(target=read_until_closed, args=(client,)) for _ in range(6)]
+            for reader in readers:
+                reader.start()
+            other.generate("x")
+            client.close()
+            for reader in readers:
+                reader.join(60)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def read_until_closed(client: Client) -> None:
+    with contextlib.suppress(RequestAbortedError):
+        while True:
+            list(client.stream("x"))
