@@ -19,7 +19,6 @@ from holdback.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from holdback.testing import Answer, MockGateway
 from holdback.types import FinishReason, ModelInfo, TokenLogprobs, Usage
 from holdback.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests.shared.recording_gateway import STOP, Gateway, delta, end, finished, started
@@ -377,29 +376,3 @@ async def test_models_are_typed(gateway: Gateway, client: AsyncClient) -> None:
     gateway.response = inference_pb2.GetModelResponse(model=known)
     assert await client.model("b") == first
     assert gateway.request.model == "b"
-
-
-def test_a_client_may_be_made_before_the_event_loop_runs() -> None:
-    with MockGateway(Answer("hi")) as gateway:
-        client = AsyncClient(gateway.address, timeout_s=60)
-
-        async def use() -> str:
-            async with client:
-                return (await client.generate("x")).text
-
-        assert asyncio.run(use()) == "hi"
-
-
-@pytest.mark.parametrize("was_used", [False, True])
-async def test_every_call_of_a_client_that_is_closed_says_so(
-    gateway: Gateway, client: AsyncClient, was_used: bool
-) -> None:
-    if was_used:
-        gateway.response = inference_pb2.ListModelsResponse()
-        await client.models()
-    await client.close()
-    for call in (lambda: client.abort("x"), lambda: client.models(), lambda: client.generate("x")):
-        with pytest.raises(RequestAbortedError, match="the client is closed"):
-            await call()
-    with pytest.raises(RequestAbortedError, match="the client is closed"):
-        client.stream("x")
