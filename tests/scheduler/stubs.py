@@ -255,13 +255,11 @@ class StubGateway:
     async def until_ended(self, *handles: int) -> Answers:
         return await self.until(lambda answers: all(answers[handle].ended is not None for handle in handles))
 
-    async def until_finished(self, count: int) -> None:
-        """Asks until the scheduler has counted so many ends, of whichever gateway: it tells nobody else of them."""
+    async def until_load(self, condition: Callable[[scheduler_pb2.GetLoadResponse], bool]) -> None:
+        """Asks for the load until it is so: nobody is told what other gateways have added, and what has ended."""
         async with asyncio.timeout(WAIT_S):
-            finished = 0
-            while finished < count:
-                load = await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())
-                finished = sum(entry.count for entry in load.finished)
+            while not condition(await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())):
+                pass
 
     async def stream_ended(self) -> HoldbackError | None:
         async with asyncio.timeout(WAIT_S):

@@ -258,7 +258,8 @@ async def test_a_gateway_that_vanishes_while_its_requests_wait_leaves_nothing(se
             for handle in range(5):
                 await gateway.add(handle, build_spec(f"r{handle}", [20 + handle], max_tokens=40))
             await executor.hangs()
-        await watcher.until_finished(5)
+            await watcher.until_load(lambda load: load.num_running + load.num_waiting == 5)
+        await watcher.until_load(lambda load: sum(entry.count for entry in load.finished) == 5)
         await watcher.add(0, build_spec("after", [90], max_tokens=2))
         executor.may_step.set()
         assert (await watcher.until_ended(0))[0].tokens == answer_of([90], 2)
