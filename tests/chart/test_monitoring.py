@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from executor_svc.config import ExecutorConfig
+from executor_svc.metrics import ExecutorMetrics
 from holdback.errors import ErrorReason
 from tests.chart.rendering import CHART, ROOT, SMALL, Rendered, refusal, render
 
@@ -95,6 +97,26 @@ def test_alerts_watch_the_namespace_of_the_release_with_the_thresholds_that_were
         if rule["alert"] == "HoldbackQueueWaits"
     ]
     assert rule["expr"].endswith("> 7")
+
+
+def test_an_executor_that_still_starts_is_not_told_to_be_unregistered(monitored, documented):
+    """`executor_registered` is 0 from the first moment on; the other series is there once the start is over."""
+    metrics = ExecutorMetrics(ExecutorConfig(device="simulated", scheduler="127.0.0.1:1", served_model_name="m"))
+    rules = monitored.find("PrometheusRule")["spec"]["groups"][0]["rules"]
+    (rule,) = [rule for rule in rules if rule["alert"] == "HoldbackExecutorNotRegistered"]
+    condition, needed = rule["expr"].split(" == 0 and on (namespace, pod) ")
+    name = needed.partition("{")[0]
+    assert "holdback:executor_registered{" in condition
+    assert name not in {sample.metric.name for sample in metrics()}
+    metrics.start.whole_s = 4000.0
+    assert {name, "holdback:executor_registered"} <= {sample.metric.name for sample in metrics()}
+
+
+def test_all_models_of_the_dashboard_are_also_errors_without_one():
+    (model,) = [
+        one for one in json.loads(DASHBOARD.read_text(encoding="utf-8"))["templating"]["list"] if one["name"] == "model"
+    ]
+    assert re.fullmatch(model["allValue"], "")
 
 
 def test_the_dashboard_is_one_json_document_in_a_config_map(monitored):
