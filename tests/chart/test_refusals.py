@@ -114,8 +114,28 @@ COMPARED = {
         "config.decode_context_length_buckets is set; allowed on the device cpu: none"
     ),
     "device=neuron,config.num_batched_tokens_buckets={128}": (
-        "config.num_batched_tokens_buckets has 128; allowed on the device neuron: multiples of block_size in "
-        "[512, 4096]"
+        "config.num_batched_tokens_buckets has 128; allowed on the device neuron: multiples of block_size, which is "
+        "16, in [512, 4096]"
+    ),
+    "device=neuron,config.decode_context_length_buckets={1024,16384},config.max_model_len=8192": (
+        "config.decode_context_length_buckets has 16384; allowed: at most max_model_len, which is 8192"
+    ),
+    "device=neuron,config.max_model_len=256": (
+        "config.max_model_len is 256, which becomes a prefill bucket; allowed on the device neuron: multiples of "
+        "block_size, which is 16, in [512, 4096]"
+    ),
+    "device=neuron,config.max_num_batched_tokens=8192,config.max_model_len=16384": (
+        "config.max_num_batched_tokens is 8192, which becomes a prefill bucket; allowed on the device neuron"
+    ),
+    "device=neuron,config.block_size=24": "config.block_size is 24; allowed on the device neuron: what divides 512",
+    "config.kv_memory_min_bytes=1000000000": (
+        "config.kv_memory_min_bytes is 1000000000, which nothing goes by; allowed: with kv_memory_fraction"
+    ),
+    "config.num_blocks=1": (
+        "config.num_blocks is 1; allowed: at least 2, for one request of 2 tokens, of which no model has fewer here"
+    ),
+    "device=simulated,config.simulated_vocab_size=64,config.simulated_eos_token_ids={64}": (
+        "config.simulated_eos_token_ids is 64; allowed: at least 0 and below simulated_vocab_size, which is 64"
     ),
     "device=neuron,tensorParallelSize=3,neuron.count=2": (
         "tensorParallelSize is 3; allowed: at most neuron.count, which is 2, for each process has a core"

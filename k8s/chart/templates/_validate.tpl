@@ -172,8 +172,7 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- $of := dict "root" $root "where" $here "pool" $pool "group" $group "problems" $problems -}}
 {{- include "holdback.validate.group" $of -}}
-{{- include "holdback.validate.buckets" $of -}}
-{{- include "holdback.validate.kv" $of -}}
+{{- include "holdback.validate.limits" $of -}}
 {{- end -}}
 {{- with $config.max_model_len -}}
 {{- $_ := set $lengths (int64 . | toString) true -}}
@@ -235,78 +234,5 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- if and $group.config.require_cached (not (or $group.compileCache.existingClaim $group.compileCache.size)) -}}
 {{- $_ := set .problems (printf "%s.config.require_cached is true, but compileCache has no volume; allowed: with compileCache.existingClaim or compileCache.size" .where) true -}}
-{{- end -}}
-{{- end -}}
-
-{{/* Decision K2: strictly ascending, and the last is what a step may be at most. */}}
-{{- define "holdback.validate.buckets" -}}
-{{- $problems := .problems -}}
-{{- $where := .where -}}
-{{- $config := .group.config -}}
-{{- range $key := list "num_batched_tokens_buckets" "num_seqs_buckets" "decode_context_length_buckets" -}}
-{{- $last := 0 -}}
-{{- range get $config $key | default list -}}
-{{- if le (int .) (int $last) -}}
-{{- $_ := set $problems (printf "%s.config.%s has %d after %d; allowed: strictly ascending" $where $key (int .) (int $last)) true -}}
-{{- end -}}
-{{- $last = . -}}
-{{- end -}}
-{{- end -}}
-{{- $tokens := $config.max_num_batched_tokens -}}
-{{- with $config.num_batched_tokens_buckets -}}
-{{- $tokens = $tokens | default (last .) -}}
-{{- $largest := $tokens -}}
-{{- with $config.max_model_len -}}
-{{- $largest = min (int $tokens) (int .) -}}
-{{- end -}}
-{{- if and (or $config.max_model_len (gt (int (last .)) (int $largest))) (ne (int (last .)) (int $largest)) -}}
-{{- $_ := set $problems (printf "%s.config.num_batched_tokens_buckets ends with %d; allowed: the smaller of max_num_batched_tokens and max_model_len, which is %d" $where (int (last .)) (int $largest)) true -}}
-{{- end -}}
-{{- end -}}
-{{- if eq .group.device "neuron" -}}
-{{- range $config.num_batched_tokens_buckets -}}
-{{- if or (lt (int .) 512) (gt (int .) 4096) (mod (int .) (int ($config.block_size | default 16))) -}}
-{{- $_ := set $problems (printf "%s.config.num_batched_tokens_buckets has %d; allowed on the device neuron: multiples of block_size in [512, 4096]" $where (int .)) true -}}
-{{- end -}}
-{{- end -}}
-{{- range concat ($config.decode_context_length_buckets | default list) (list ($config.max_model_len | default 0)) -}}
-{{- if mod (int .) 128 -}}
-{{- $_ := set $problems (printf "%s.config.decode_context_length_buckets or max_model_len is %d; allowed on the device neuron: multiples of 128" $where (int .)) true -}}
-{{- end -}}
-{{- end -}}
-{{- else if and (eq .group.device "cpu") $config.decode_context_length_buckets -}}
-{{- $_ := set $problems (printf "%s.config.decode_context_length_buckets is set; allowed on the device cpu: none" $where) true -}}
-{{- end -}}
-{{- $seqs := $config.max_num_seqs | default (ternary (last ($config.num_seqs_buckets | default (list 32))) 32 (not (empty $config.num_seqs_buckets))) -}}
-{{- with $config.num_seqs_buckets -}}
-{{- if ne (int (last .)) (int $seqs) -}}
-{{- $_ := set $problems (printf "%s.config.num_seqs_buckets ends with %d; allowed: max_num_seqs, which is %d" $where (int (last .)) (int $seqs)) true -}}
-{{- end -}}
-{{- end -}}
-{{- $tokens = $tokens | default (ternary 2048 512 (eq .group.device "neuron")) -}}
-{{- if lt (int $tokens) (int $seqs) -}}
-{{- $_ := set $problems (printf "%s.config.max_num_batched_tokens is %d; allowed: at least max_num_seqs, which is %d" $where (int $tokens) (int $seqs)) true -}}
-{{- end -}}
-{{- end -}}
-
-{{/* Decision K1: one request of max_model_len must fit. */}}
-{{- define "holdback.validate.kv" -}}
-{{- $config := .group.config -}}
-{{- $sizes := list -}}
-{{- range list "num_blocks" "kv_cache_bytes" "kv_memory_fraction" -}}
-{{- if and (hasKey $config .) (not (kindIs "invalid" (get $config .))) -}}{{- $sizes = append $sizes . -}}{{- end -}}
-{{- end -}}
-{{- if gt (len $sizes) 1 -}}
-{{- $_ := set .problems (printf "%s.config has %s; allowed: one of them" .where (join " and " $sizes)) true -}}
-{{- end -}}
-{{- if and (eq .group.device "simulated") (without $sizes "num_blocks") -}}
-{{- $_ := set .problems (printf "%s.config has %s; allowed on the device simulated: num_blocks" .where (join " and " $sizes)) true -}}
-{{- end -}}
-{{- if and (not (kindIs "invalid" $config.num_blocks)) (not (kindIs "invalid" $config.max_model_len)) -}}
-{{- $blockSize := int ($config.block_size | default 16) -}}
-{{- $needed := div (sub (add (int $config.max_model_len) $blockSize) 1) $blockSize -}}
-{{- if lt (sub (int $config.num_blocks) 1) $needed -}}
-{{- $_ := set .problems (printf "%s.config.num_blocks is %d; allowed: at least %d, for one request of max_model_len, which is %d, and block 0" .where (int $config.num_blocks) (add $needed 1) (int $config.max_model_len)) true -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
