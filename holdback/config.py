@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import typing
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -76,6 +77,17 @@ class ServiceConfig(pydantic.BaseModel):
                 shown = json.dumps(value)
                 raise ValueError(f"{name} is {shown}; allowed: no boolean")
         return values
+
+    @pydantic.field_validator("otlp_endpoint")
+    @classmethod
+    def _port_that_there_can_be(cls, value: str | None) -> str | None:
+        try:
+            is_possible = value is None or urllib.parse.urlsplit(value).port != 0
+        except ValueError:
+            is_possible = False
+        if not is_possible:
+            raise ValueError("allowed: http://HOST:PORT or https://HOST:PORT, with a port in [1, 65535]")
+        return value
 
     @pydantic.model_validator(mode="after")
     def _loopback_unless_told(self) -> Self:

@@ -74,6 +74,9 @@ def render(path: pathlib.Path) -> str:
     schema = json.loads(path.read_text(encoding="utf-8"))
     for name, config in CONFIGS.items():
         schema["$defs"][name] = settings(config)
+    tracing = schema["properties"]["tracing"]["properties"]
+    tracing["otlpEndpoint"] = settings_of(ServiceConfig)["otlp_endpoint"]["anyOf"][0]
+    tracing["otlpEndpoint"]["pattern"] = or_empty(tracing["otlpEndpoint"]["pattern"])
     others = {name: value for name, value in schema["$defs"].items() if not name.startswith(KUBERNETES_PREFIX)}
     schema["$defs"] = others | kubernetes_types()
     require_defaults(schema, yaml.safe_load(VALUES.read_text(encoding="utf-8")))
@@ -96,14 +99,19 @@ def require_defaults(schema: dict[str, Any], values: dict[str, Any]) -> None:
 
 def settings(config: type[ServiceConfig]) -> dict[str, Any]:
     """A mapping of those settings of a process that the chart leaves to the values."""
-    schema = config.model_json_schema()
-    definitions = schema.get("$defs", {})
-    properties = {
-        name: resolve(value, definitions)
-        for name, value in schema["properties"].items()
-        if name not in DECIDED_BY_CHART
-    }
+    properties = {name: value for name, value in settings_of(config).items() if name not in DECIDED_BY_CHART}
     return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def settings_of(config: type[ServiceConfig]) -> dict[str, Any]:
+    """The schema of each of its settings."""
+    schema = config.model_json_schema()
+    return {name: resolve(value, schema.get("$defs", {})) for name, value in schema["properties"].items()}
+
+
+def or_empty(pattern: str) -> str:
+    """What takes an empty text too, which in the values stands for none."""
+    return f"^({pattern.removeprefix('^').removesuffix('$')})?$"
 
 
 def kubernetes_types() -> dict[str, Any]:

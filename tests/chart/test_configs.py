@@ -13,7 +13,7 @@ from gateway.config import GatewayConfig
 from holdback.config import ServiceConfig
 from holdback.errors import ConfigError
 from scheduler_svc.config import SchedulerServiceConfig
-from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Rendered, render
+from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Rendered, refusal, render
 from tools import chart_schema
 from tools.check_chart import KUBERNETES_VERSIONS
 
@@ -70,6 +70,34 @@ def test_all_processes_trace_to_one_endpoint_or_to_none():
     rendered = render(SMALL, sets=["tracing.otlpEndpoint=http://collector:4317"])
     endpoints = {rendered.config(process)["otlp_endpoint"] for process in CONFIGS}
     assert endpoints == {"http://collector:4317"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_taken"),
+    [
+        ("https://collector.traces.svc:4317", True),
+        ("http://[fd00::1]:65535", True),
+        ("http://[fd00::1]", True),
+        ("http://collector", True),
+        ("collector:4317", False),
+        ("grpc://collector:4317", False),
+        ("http://collector:4317/v1", False),
+        ("http://col lector:4317", False),
+        ("http://collector:0", False),
+        ("http://collector:65536", False),
+        ("http://collector:port", False),
+    ],
+)
+def test_the_chart_takes_an_endpoint_of_traces_just_where_the_processes_do(endpoint, is_taken):
+    values = f"{SMALL}\ntracing: {{otlpEndpoint: {json.dumps(endpoint)}}}\n"
+    given = {"scheduler": "s:1", "device": "simulated", "otlp_endpoint": endpoint}
+    if is_taken:
+        assert ExecutorConfig.model_validate(given).otlp_endpoint == endpoint
+        assert render(values).config("executor")["otlp_endpoint"] == endpoint
+        return
+    with pytest.raises(ValueError, match="otlp_endpoint"):
+        ExecutorConfig.model_validate(given)
+    assert endpoint in refusal(values)
 
 
 def test_large_numbers_stay_whole(tmp_path):

@@ -47,6 +47,11 @@ keys they are, so that one run tells all of them.
 {{- if regexMatch "^(127\\.|::1$|0*:.*:0*1$)" $network.listenAddress -}}
 {{- $_ := set $problems (printf "network.listenAddress is %s, where only the pod itself reaches it; allowed: an address that others reach, as 0.0.0.0 and ::" $network.listenAddress) true -}}
 {{- end -}}
+{{- $endpoint := .root.Values.tracing.otlpEndpoint -}}
+{{- $port := regexFind ":[^:\\]]*$" (regexReplaceAll "^https?:" $endpoint "") | trimPrefix ":" -}}
+{{- if and $port (or (not (regexMatch "^[0-9]{1,5}$" $port)) (lt (atoi $port) 1) (gt (atoi $port) 65535)) -}}
+{{- $_ := set $problems (printf "tracing.otlpEndpoint is %s; allowed: http://HOST:PORT or https://HOST:PORT, with a port in [1, 65535]" $endpoint) true -}}
+{{- end -}}
 {{- $metrics := .root.Values.metrics -}}
 {{- range $process, $port := include "holdback.ports" .root | fromJson -}}
 {{- if and $metrics.enabled (eq (int $port) (int $metrics.port)) -}}
