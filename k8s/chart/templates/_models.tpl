@@ -9,7 +9,7 @@
 {{- with .model.persistentVolumeClaim }}
 - name: model
   persistentVolumeClaim:
-    claimName: {{ .claimName }}
+    claimName: {{ .claimName | quote }}
     readOnly: true
 {{- end }}
 {{- end -}}
@@ -17,9 +17,9 @@
 {{- define "holdback.model.mount" -}}
 {{- if .model.persistentVolumeClaim }}
 - name: model
-  mountPath: /models/{{ .name }}
+  mountPath: {{ printf "/models/%s" .name | quote }}
   {{- with .model.persistentVolumeClaim.path }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
   readOnly: true
 {{- end }}
@@ -45,30 +45,30 @@
 
 {{- define "holdback.tokenizer.volume" -}}
 {{- if include "holdback.tokenizer.isCopied" . }}
-- name: tokenizer-{{ .name }}
+- name: {{ printf "tokenizer-%s" .name | quote }}
   emptyDir: {}
-- name: model-{{ .name }}
+- name: {{ printf "model-%s" .name | quote }}
   persistentVolumeClaim:
-    claimName: {{ .model.persistentVolumeClaim.claimName }}
+    claimName: {{ .model.persistentVolumeClaim.claimName | quote }}
     readOnly: true
 {{- else if .tokenizer.configMap }}
-- name: tokenizer-{{ .name }}
+- name: {{ printf "tokenizer-%s" .name | quote }}
   configMap:
-    name: {{ .tokenizer.configMap }}
+    name: {{ .tokenizer.configMap | quote }}
 {{- else if .tokenizer.persistentVolumeClaim }}
-- name: tokenizer-{{ .name }}
+- name: {{ printf "tokenizer-%s" .name | quote }}
   persistentVolumeClaim:
-    claimName: {{ .tokenizer.persistentVolumeClaim.claimName }}
+    claimName: {{ .tokenizer.persistentVolumeClaim.claimName | quote }}
     readOnly: true
 {{- end }}
 {{- end -}}
 
 {{- define "holdback.tokenizer.mount" -}}
 {{- if or (include "holdback.tokenizer.isCopied" .) .tokenizer.configMap .tokenizer.persistentVolumeClaim }}
-- name: tokenizer-{{ .name }}
-  mountPath: /tokenizers/{{ .name }}
+- name: {{ printf "tokenizer-%s" .name | quote }}
+  mountPath: {{ printf "/tokenizers/%s" .name | quote }}
   {{- with dig "path" "" (.tokenizer.persistentVolumeClaim | default dict) }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
   readOnly: true
 {{- end }}
@@ -80,7 +80,7 @@ not there would keep the pod from starting, and models differ in which they have
 pool.
 */}}
 {{- define "holdback.tokenizer.copy" -}}
-- name: tokenizer-{{ .pool.name }}
+- name: {{ printf "tokenizer-%s" .pool.name | quote }}
   {{- include "holdback.container" . | nindent 2 }}
   command:
     - sh
@@ -100,12 +100,12 @@ pool.
     requests: {cpu: 50m, memory: 32Mi}
     limits: {memory: 128Mi}
   volumeMounts:
-    - name: tokenizer-{{ .pool.name }}
-      mountPath: /tokenizers/{{ .pool.name }}
-    - name: model-{{ .pool.name }}
-      mountPath: /models/{{ .pool.name }}
+    - name: {{ printf "tokenizer-%s" .pool.name | quote }}
+      mountPath: {{ printf "/tokenizers/%s" .pool.name | quote }}
+    - name: {{ printf "model-%s" .pool.name | quote }}
+      mountPath: {{ printf "/models/%s" .pool.name | quote }}
       {{- with .pool.model.persistentVolumeClaim.path }}
-      subPath: {{ . }}
+      subPath: {{ . | quote }}
       {{- end }}
       readOnly: true
 {{- end -}}

@@ -13,13 +13,13 @@
 {{/* Labels that select pods; they never change. Arguments: root, component, and for some pool and group. */}}
 {{- define "holdback.selector" -}}
 app.kubernetes.io/name: holdback
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
-holdback/pool: {{ . }}
+holdback/pool: {{ . | quote }}
 {{- end }}
 {{- with .group }}
-holdback/group: {{ . }}
+holdback/group: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -32,8 +32,8 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }
 
 {{/* name, namespace, labels and annotations of an object. Arguments: as of holdback.selector, name, annotations, labels. */}}
 {{- define "holdback.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "holdback.labels" . | nindent 2 }}
   {{- with merge (dict) (.labels | default dict) .root.Values.commonLabels }}

@@ -2,7 +2,7 @@
 
 {{/* Start of a pod's spec. Arguments: root, component, settings (of the process), grace. */}}
 {{- define "holdback.pod" -}}
-serviceAccountName: {{ include "holdback.serviceAccountName" . }}
+serviceAccountName: {{ include "holdback.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
 # Variables that Kubernetes makes of Services would only clutter the environment.
 enableServiceLinks: false
@@ -13,7 +13,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .settings.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 terminationGracePeriodSeconds: {{ .grace }}
 {{- with .settings.nodeSelector }}
@@ -54,7 +54,7 @@ labels:
   {{- end }}
 annotations:
   # Another configuration is another pod.
-  checksum/config: {{ .config | sha256sum }}
+  checksum/config: {{ .config | sha256sum | quote }}
   {{- with merge (dict) .settings.podAnnotations .root.Values.commonAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -62,7 +62,7 @@ annotations:
 
 {{/* Start of a container, up to its environment. Arguments: root, component, settings. */}}
 {{- define "holdback.container" -}}
-image: {{ include "holdback.image" (dict "root" .root "image" .settings.image) }}
+image: {{ include "holdback.image" (dict "root" .root "image" .settings.image) | quote }}
 imagePullPolicy: {{ .settings.image.pullPolicy }}
 securityContext:
   {{- toYaml .root.Values.containerSecurityContext | nindent 2 }}
@@ -111,7 +111,7 @@ readinessProbe:
 {{- define "holdback.volumes" -}}
 - name: config
   configMap:
-    name: {{ .configMap }}
+    name: {{ .configMap | quote }}
 - name: tmp
   emptyDir: {}
 {{- include "holdback.tls.volume" . }}

@@ -39,7 +39,7 @@
 {{- if .root.Values.tls.enabled }}
 - name: tls
   secret:
-    secretName: {{ include "holdback.tls.secret" . }}
+    secretName: {{ include "holdback.tls.secret" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end -}}
@@ -61,9 +61,9 @@ metadata:
   {{- $pool := dig "name" "" (.pool | default dict) }}
   {{- include "holdback.metadata" (dict "root" .root "component" .component "pool" $pool "name" (include "holdback.tls.name" .)) | nindent 2 }}
 spec:
-  secretName: {{ include "holdback.tls.name" . }}
-  duration: {{ $manager.duration }}
-  renewBefore: {{ $manager.renewBefore }}
+  secretName: {{ include "holdback.tls.name" . | quote }}
+  duration: {{ $manager.duration | quote }}
+  renewBefore: {{ $manager.renewBefore | quote }}
   privateKey:
     algorithm: ECDSA
     size: 256

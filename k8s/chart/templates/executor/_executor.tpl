@@ -16,10 +16,10 @@
 - name: cache
 {{- if .group.compileCache.existingClaim }}
   persistentVolumeClaim:
-    claimName: {{ .group.compileCache.existingClaim }}
+    claimName: {{ .group.compileCache.existingClaim | quote }}
 {{- else if .group.compileCache.size }}
   persistentVolumeClaim:
-    claimName: {{ .group.fullname }}-cache
+    claimName: {{ printf "%s-cache" .group.fullname | quote }}
 {{- else }}
   emptyDir: {}
 {{- end }}
