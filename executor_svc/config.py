@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 
 from holdback.buckets import (
+    MAX_NUM_BLOCKS,
     SMALLEST_DEFAULT_PREFILL_BUCKET,
     check_limits,
     get_default_decode_context_length_buckets,
@@ -59,7 +60,7 @@ class ExecutorConfig(ServiceConfig):
     )
     block_size: int = pydantic.Field(16, ge=1, le=4096, description="tokens per KV block")
     num_blocks: int | None = pydantic.Field(
-        None, ge=0, le=2**26, description="KV blocks, the unusable block 0 included; null: from kv_cache_bytes"
+        None, ge=0, le=MAX_NUM_BLOCKS, description="KV blocks, the unusable block 0 included; null: from kv_cache_bytes"
     )
     kv_cache_bytes: int | None = pydantic.Field(
         None,

@@ -1,7 +1,7 @@
 """How many KV blocks a device gets: as told, or as many as a memory budget allows.
 
     budget     = min(total * fraction - used, total * cap_fraction), at least min_bytes
-    num_blocks = budget / bytes of a block, rounded down, less the sink
+    num_blocks = budget / bytes of a block, rounded down, less the sink, at most 2**20
 
 `used` is what is in use once the model is loaded: weights, and on a machine everything that other programs use. The cap
 is there because one executor is seldom alone: with the default 0.30 three of them on one machine leave something over,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from holdback.buckets import blocks_for, check_kv_memory
+from holdback.buckets import MAX_NUM_BLOCKS, blocks_for, check_kv_memory
 from holdback.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -80,8 +80,8 @@ class KVShape:
         return (num_blocks + 1) * self.bytes_per_block
 
     def num_blocks(self, num_bytes: int) -> int:
-        """That fit so many bytes beside the sink."""
-        return max(0, num_bytes // self.bytes_per_block - 1)
+        """That fit so many bytes beside the sink, as far as a scheduler takes them."""
+        return min(max(0, num_bytes // self.bytes_per_block - 1), MAX_NUM_BLOCKS)
 
     def tokens(self, num_blocks: int) -> int:
         """That so many blocks hold, the null block none."""

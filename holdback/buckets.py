@@ -16,6 +16,9 @@ from holdback.types import ExecutorLimits
 SMALLEST_DEFAULT_PREFILL_BUCKET = 128
 SMALLEST_DEFAULT_CONTEXT_BUCKET = 256
 
+MAX_NUM_BLOCKS = 2**20
+"""Of one executor: the scheduler looks at all of them when a lane comes and when it checks that all adds up."""
+
 
 def get_default_num_batched_tokens_buckets(
     max_num_batched_tokens: int, smallest: int = SMALLEST_DEFAULT_PREFILL_BUCKET

@@ -7,12 +7,11 @@ work, and fits the pool, is asked elsewhere (`holdback.buckets`, `latency`, `poo
 from __future__ import annotations
 
 from holdback import rpc
-from holdback.buckets import blocks_for
+from holdback.buckets import MAX_NUM_BLOCKS, blocks_for
 from holdback.errors import InvalidArgumentError
 from holdback.types import ExecutorInfo
 from holdback.v1 import scheduler_pb2
 
-MAX_NUM_BLOCKS = 2**22
 MAX_NUM_SEQS = 2**16
 MAX_VOCAB_SIZE = 2**31
 MAX_NUM_BUCKETS = 1024

@@ -8,6 +8,8 @@ Everything is O(1) per block.
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -17,6 +19,9 @@ from scheduler_svc.core.prefix_cache import PrefixCache
 
 Holder = TypeVar("Holder", bound=Hashable)
 """Whoever has blocks: a request. The pool only tells one from another."""
+
+
+NULL_BLOCK = 0
 
 
 class BlockPool(Generic[Holder]):
@@ -136,14 +141,38 @@ class BlockPool(Generic[Holder]):
         for holder, block_ids in tables:
             for block_id in block_ids:
                 expected.setdefault(block_id, []).append(holder)
-        for block_id in range(self.num_usable + 1):
-            held_by, should_be = list(self.holders(block_id)), expected.get(block_id, [])
-            if len(held_by) != len(should_be) or set(held_by) != set(should_be) or (should_be and block_id == 0):
+        self._check_holders(expected)
+        self._check_free_lists(expected)
+
+    # A pool may have a million blocks, of which few are held: what is asked of each of them is asked of whole lists.
+
+    def _check_holders(self, expected: dict[int, list[Holder]]) -> None:
+        for block_id, should_be in expected.items():
+            held_by = list(self.holders(block_id))
+            if len(held_by) != len(should_be) or set(held_by) != set(should_be) or block_id == NULL_BLOCK:
                 raise InternalError(f"block {block_id} is held by {held_by}; block tables say {should_be}")
-        free = [*self._free_plain, *self._free_cached]
-        if sorted(free) != [block_id for block_id in range(1, self.num_usable + 1) if block_id not in expected]:
-            raise InternalError(f"free lists hold {sorted(free)}, which are not the blocks without a holder")
-        misplaced = [b for b in self._free_plain if b in self.prefix_cache]
-        misplaced += [b for b in self._free_cached if b not in self.prefix_cache]
-        if misplaced:
-            raise InternalError(f"blocks {misplaced} are in the wrong free list")
+        num_held = len(self._holder) - self._holder.count(None)
+        if num_held != len(expected) or not self._sharers.keys() <= expected.keys():
+            held = {*self._sharers, *(b for b, holder in enumerate(self._holder) if holder is not None)}
+            raise InternalError(f"blocks {_name(held - expected.keys())} are held; block tables say by nobody")
+
+    def _check_free_lists(self, expected: dict[int, list[Holder]]) -> None:
+        is_free = bytearray(len(self._holder))
+        for free in (self._free_plain, self._free_cached):
+            collections.deque(map(is_free.__setitem__, free, itertools.repeat(True)), maxlen=0)
+        taken = _name(block_id for block_id in (NULL_BLOCK, *expected) if is_free[block_id])
+        num_free = self.num_usable - len(expected)
+        if taken or self.num_free != num_free or is_free.count(True) != num_free:
+            raise InternalError(
+                f"free lists hold {self.num_free} blocks, {is_free.count(True)} different ones, for {num_free} without "
+                f"a holder; among them are held ones: {taken or 'none'}"
+            )
+        cached = self.prefix_cache.block_ids
+        if not cached.isdisjoint(self._free_plain) or not self._free_cached.keys() <= cached:
+            misplaced = {*(cached & set(self._free_plain)), *(self._free_cached.keys() - cached)}
+            raise InternalError(f"blocks {_name(misplaced)} are in the wrong free list")
+
+
+def _name(block_ids: Iterable[int]) -> str:
+    """The first few, for people."""
+    return ", ".join(map(str, sorted(block_ids)[:8]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from typing import NamedTuple
 
 KEY_BYTES = 32
@@ -64,6 +64,11 @@ class PrefixCache:
 
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._keys
+
+    @property
+    def block_ids(self) -> KeysView[int]:
+        """The published blocks."""
+        return self._keys.keys()
 
     def find(self, key: bytes) -> int | None:
         return self._offered.get(key)

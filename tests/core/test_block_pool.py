@@ -132,10 +132,28 @@ def test_check_integrity_sees_a_block_table_that_differs(tables):
         pool.check_integrity(tables)
 
 
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        ([5, 4], "hold 2 blocks, 2 different ones, for 3 without"),
+        ([5, 4, 4], "hold 3 blocks, 2 different ones, for 3 without"),
+        ([5, 4, 1], "held ones: 1"),
+        ([5, 4, 0], "held ones: 0"),
+    ],
+)
+def test_check_integrity_sees_a_free_list_that_lacks_or_repeats_a_block_or_has_a_held_one(free, words):
+    pool = build_pool(num_blocks=6)
+    pool.allocate(2, "a")
+    assert pool._free_plain == [5, 4, 3]
+    pool._free_plain = free
+    with pytest.raises(InternalError, match=words):
+        pool.check_integrity([("a", [1, 2])])
+
+
 def test_check_integrity_sees_a_block_in_the_wrong_free_list():
     pool = build_pool()
     pool.prefix_cache.publish(3, b"k" * 32)
-    with pytest.raises(InternalError, match=r"\[3\] are in the wrong free list"):
+    with pytest.raises(InternalError, match="blocks 3 are in the wrong free list"):
         pool.check_integrity([])
 
 

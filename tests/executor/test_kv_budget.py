@@ -43,6 +43,11 @@ def test_the_default_leaves_half_of_what_is_free() -> None:
     assert choose(total=12 * GIB, used=10 * GIB) == 1023
 
 
+def test_there_are_no_more_blocks_than_a_scheduler_takes() -> None:
+    assert choose(bytes_per_block=1024) == 2**20
+    assert choose(bytes_per_block=1024, kv_cache_bytes=4 * GIB) == 2**20
+
+
 def test_given_sizes_are_taken_as_they_are() -> None:
     assert choose(num_blocks=17) == 17
     assert choose(kv_cache_bytes=10 * MIB) == 9

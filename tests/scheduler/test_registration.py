@@ -45,7 +45,7 @@ async def refusal(server: SchedulerServer, **changes: Any) -> HoldbackError:
         ({"fingerprint": "other"}, FailedPreconditionError, "model.fingerprint is 'other'; allowed: 'model'"),
         ({"max_model_len": 32}, FailedPreconditionError, "model.max_model_len is 32; allowed: 64"),
         ({"num_blocks": 16}, FailedPreconditionError, "num_blocks is 16"),
-        ({"num_blocks": 2**23}, InvalidArgumentError, "limits.num_blocks is 8388608; allowed: [0, 4194304]"),
+        ({"num_blocks": 2**21}, InvalidArgumentError, "limits.num_blocks is 2097152; allowed: [0, 1048576]"),
         ({"prefill_buckets": (16, 8)}, FailedPreconditionError, "num_batched_tokens_buckets is [16, 8]"),
         ({"decode_us": 0}, FailedPreconditionError, "latency_us of the decode graph of size 4"),
         ({"lease": "too short"}, InvalidArgumentError, "lease is '9 bytes'; allowed: 16 to 64 bytes"),
