@@ -91,11 +91,12 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 def check_kv_memory(num_blocks: int, max_model_len: int, block_size: int) -> None:
     """K1. Raises ConfigError with both numbers when not even one request of `max_model_len` fits."""
     if max_kv_concurrent(num_blocks, max_model_len, block_size) == 0:
-        needed = blocks_for(max_model_len, block_size)
+        needed, usable = blocks_for(max_model_len, block_size), max(num_blocks - 1, 0)
+        shorter = f", or max_model_len of at most {usable * block_size}" if usable else ""
         raise ConfigError(
             f"max_model_len is {max_model_len}, which needs {needed} blocks of {block_size} tokens, but num_blocks is "
-            f"{num_blocks}, of which {max(num_blocks - 1, 0)} are usable (block 0 is not); allowed: num_blocks of at "
-            f"least {needed + 1}, or max_model_len of at most {max(num_blocks - 1, 0) * block_size}"
+            f"{num_blocks}, of which {usable} are usable (block 0 is not); allowed: num_blocks of at least "
+            f"{needed + 1}{shorter}"
         )
 
 

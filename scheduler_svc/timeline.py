@@ -14,6 +14,7 @@ from typing import Any
 import grpc.aio
 
 from holdback import rpc
+from holdback.errors import ConfigError
 from holdback.tls import NO_TLS, Tls
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
@@ -28,12 +29,14 @@ NAMES = {types_pb2.PHASE_PREFILL: "prefill", types_pb2.PHASE_DECODE: "decode"}
 async def fetch(
     target: str, request: scheduler_pb2.GetStateRequest, tls: Tls = NO_TLS
 ) -> scheduler_pb2.GetStateResponse:
-    """The state of the scheduler on `host:port`. Raises HoldbackError."""
+    """The state of the scheduler on `host:port`. Raises HoldbackError; ConfigError where something else serves."""
     async with rpc.create_channel(target, tls) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         try:
             return await stub.GetState(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(f"{target} is no scheduler's port; allowed: the one that gateways and executors dial") from None
             raise rpc.error_from_rpc(error) from None
 
 

@@ -152,6 +152,8 @@ async def test_the_command_says_what_does_not_work(serve: Serve, tmp_path: pathl
     ):
         with pytest.raises(ConfigError, match=problem):
             await asyncio.to_thread(timeline, [target, f"--steps={steps}"])
+    with pytest.raises(ConfigError, match="is no scheduler's port"):
+        await asyncio.to_thread(timeline, [f"127.0.0.1:{server.health_port}"])
     await server.stop()
     with pytest.raises(HoldbackError):
         await asyncio.to_thread(timeline, [target])

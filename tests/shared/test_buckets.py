@@ -100,7 +100,7 @@ def test_kv_memory_that_cannot_hold_one_request_is_refused_with_both_numbers() -
 
 @pytest.mark.parametrize("num_blocks", [0, 1])
 def test_no_usable_block_at_all_is_refused(num_blocks: int) -> None:
-    with pytest.raises(ConfigError, match="of which 0 are usable"):
+    with pytest.raises(ConfigError, match=r"of which 0 are usable .* allowed: num_blocks of at least 2$"):
         check_kv_memory(num_blocks=num_blocks, max_model_len=16, block_size=16)
 
 
