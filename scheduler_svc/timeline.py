@@ -36,7 +36,9 @@ async def fetch(
             return await stub.GetState(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ConfigError(f"{target} is no scheduler's port; allowed: the one that gateways and executors dial") from None
+                raise ConfigError(
+                    f"{target} is no scheduler's port; allowed: the one that gateways and executors dial"
+                ) from None
             raise rpc.error_from_rpc(error) from None
 
 
