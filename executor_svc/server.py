@@ -50,6 +50,9 @@ log = structlog.get_logger(__name__)
 OPEN_TIMEOUT_S = 10.0
 """How long a caller of `Execute` may take to present a lease."""
 
+FAILURE_TIMEOUT_S = 1.0
+"""How long the scheduler may take to end a stream that has told it of a failure."""
+
 CLOSE_TIMEOUT_S = 5.0
 """How long a stop waits for the device to free what it holds."""
 
@@ -83,6 +86,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except HoldbackError as error:
             ended = InternalError(f"the Execute stream ended: {error.message}")
             yield executor_pb2.ExecuteResponse(failed=encode_execution_failed(error))
+            await _wait_until_ended()
             await rpc.abort(context, error)
         finally:
             reader.cancel()
@@ -107,6 +111,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             )
         execution = self._new_execution()
         return execution, self._holder.open_execution(request.open.lease, execution)
+
+
+async def _wait_until_ended() -> None:
+    """Until the scheduler ends the call, which cancels this, but not for ever.
+
+    A status, or the end of the registration, could be at the scheduler before the message that says what failed.
+    """
+    await asyncio.sleep(FAILURE_TIMEOUT_S)
 
 
 class ExecutorProcess:

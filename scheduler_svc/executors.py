@@ -6,6 +6,9 @@
 The registration is the lease. It ends, and the lane with it, when the executor closes it or is silent for
 `lease_timeout_s`, when the lane fails, when it is drained, or when the scheduler stops. A lease serves once: whatever
 ended it, the executor comes back with a new one and empty KV memory.
+
+An executor whose step failed says so on `Execute`, and its registration, another connection, may end before that is
+read. What is left to read decides which requests are to blame, so it is read first.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ Context = grpc.aio.ServicerContext[scheduler_pb2.RegisterRequest, scheduler_pb2.
 
 MAX_REMEMBERED_LEASES = 100_000
 MAX_REASON_CHARS = 200  # why it drains, in the log
+
+LAST_WORDS_S = 1.0
+"""How long a lane whose registration has ended waits for the results and the error that are under way."""
 
 
 class ExecutorRegistry:
@@ -122,18 +128,20 @@ class _Registration:
         self._target = target
         self._context = context
         self._lane: Lane | None = None
+        self._is_drained = False
+        self._reset_because = ""
         self._log = log.bind(executor=info.executor_id, address=target)
 
     async def serve(self) -> None:
         """Returns after a drain; raises HoldbackError for any other end."""
         try:
             await write(self._context, self._accepted())
-            await race(self._send_heartbeats(), self._read_messages(), self._drive(), self._wait_for_stop())
+            await race(self._drive(), self._send_heartbeats(), self._read_messages(), self._wait_for_stop())
         except HoldbackError as error:
             self._log_end(error.message)
             raise
         except asyncio.CancelledError:
-            self._log_end("its registration was cancelled")
+            self._log_end(self._reset_because or "its registration was cancelled")
             raise
         self._log_end("")
 
@@ -143,7 +151,7 @@ class _Registration:
             self._log.info("executor_released", num_steps=num_steps)
         elif self._lane is None:
             self._log.warning("executor_never_joined", why=why)
-        elif self._lane.is_draining:
+        elif self._is_drained:
             self._log.info("executor_drained", num_steps=num_steps)
         else:
             self._log.warning("executor_lost", why=why, num_steps=num_steps)
@@ -203,10 +211,34 @@ class _Registration:
         receiving = asyncio.ensure_future(stream.receive_into(lane))
         try:
             with self._as_reset():
-                await lane.run()
+                await self._run_to_its_end(lane)
         finally:
             receiving.cancel()
-            dispatcher.remove_lane(lane, is_lost=not lane.is_draining)
+            dispatcher.remove_lane(lane, is_lost=not self._is_drained)
+
+    async def _run_to_its_end(self, lane: Lane) -> None:
+        """Runs a lane until it has drained or failed, and where its registration ends before, hears it out."""
+        running = asyncio.ensure_future(lane.run())
+        try:
+            await asyncio.shield(running)
+            self._is_drained = True
+        except asyncio.CancelledError:
+            self._is_drained = lane.is_draining
+            await self._hear_out(lane, running)
+            raise
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    async def _hear_out(self, lane: Lane, running: asyncio.Future[None]) -> None:
+        """Applies the results that are under way. Raises the error that the executor reports behind them, if it does."""
+        if self._registry.is_stopping:
+            return
+        lane.stop_sending()
+        done, _ = await asyncio.wait({running}, timeout=LAST_WORDS_S)
+        if done:
+            self._is_drained = self._is_drained and running.exception() is None
+            running.result()
 
     @contextmanager
     def _as_reset(self) -> Iterator[None]:
@@ -214,10 +246,12 @@ class _Registration:
         try:
             yield
         except HoldbackError as error:
-            raise InternalError(f"the lane was reset: {error.message}", reason=error.reason) from error
+            self._reset_because = f"the lane was reset: {error.message}"
+            raise InternalError(self._reset_because, reason=error.reason) from error
         except Exception as error:
             self._log.exception("lane_failed")
-            raise InternalError(f"the lane was reset: {error!r}") from error
+            self._reset_because = f"the lane was reset: {error!r}"
+            raise InternalError(self._reset_because) from error
 
 
 def dial_target(info: ExecutorInfo, peer: str, allowed: Sequence[Network]) -> str:

@@ -173,6 +173,10 @@ class Lane:
         """Sends no further step; `run` returns once those in flight are applied."""
         if not self.is_draining:
             log.info("executor_drains", executor=self.info.executor_id, reason=reason)
+        self.stop_sending()
+
+    def stop_sending(self) -> None:
+        """As `drain`, of an executor that has not said that it drains."""
         self.is_draining = True
         self._wakeup.set()
 
@@ -221,7 +225,7 @@ class Lane:
         self._asked = self._estimated = None
 
     async def run(self) -> None:
-        """Returns when drained; otherwise ends with what went wrong."""
+        """Returns when drained; otherwise ends with what went wrong, an error that the executor reports included."""
         try:
             await self._run()
         except UnavailableError:
@@ -233,7 +237,7 @@ class Lane:
     async def _run(self) -> None:
         while True:
             self._apply_received()
-            if self.is_draining and (not self._in_flight or self._failure is not None):
+            if self.is_draining and (not self._in_flight or isinstance(self._failure, UnavailableError)):
                 # A stream that ends while it drains has not taken the last steps: nothing of them happened.
                 return
             if self._failure is not None:
