@@ -62,7 +62,10 @@ class Execution:
         self._collects = True  # of the collecting thread, until a step fails
 
     async def read(self, requests: AsyncIterator[executor_pb2.ExecuteRequest]) -> None:
-        """Takes steps until the scheduler closes its side, a step cannot be decoded, or `drain`."""
+        """Takes steps until a step cannot be decoded, the stream fails or drains; returns when the scheduler closes it.
+
+        What comes later is read as well, for the scheduler may be stuck in writing it.
+        """
         try:
             while self._takes_steps:
                 await self._room.acquire()
@@ -74,6 +77,8 @@ class Execution:
         except HoldbackError as error:
             self._takes_steps = False
             self._threads.launching.post(partial(self._refuse, _as_step_error(error, "the step")))
+        async for _ in requests:
+            pass
 
     async def responses(self) -> AsyncIterator[executor_pb2.ExecuteResponse]:
         """What to send, until the end. Raises the error that ended the stream."""
@@ -98,6 +103,7 @@ class Execution:
         if not self._ended:
             self._ended = True
             self._takes_steps = False
+            self._room.release()
             self._outbox.put_nowait(_End(error))
             if self._traces is not None:
                 self._threads.launching.post(self._traces.end)

@@ -51,7 +51,7 @@ OPEN_TIMEOUT_S = 10.0
 """How long a caller of `Execute` may take to present a lease."""
 
 FAILURE_TIMEOUT_S = 1.0
-"""How long the scheduler may take to end a stream that has told it of a failure."""
+"""How long the scheduler may take to end a stream on which it was told of a failure."""
 
 CLOSE_TIMEOUT_S = 5.0
 """How long a stop waits for the device to free what it holds."""
@@ -86,7 +86,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except HoldbackError as error:
             ended = InternalError(f"the Execute stream ended: {error.message}")
             yield executor_pb2.ExecuteResponse(failed=encode_execution_failed(error))
-            await _wait_until_ended()
+            # A status, or the end of the registration, could be at the scheduler before the message: it ends the call.
+            await asyncio.wait({reader}, timeout=FAILURE_TIMEOUT_S)
             await rpc.abort(context, error)
         finally:
             reader.cancel()
@@ -111,14 +112,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             )
         execution = self._new_execution()
         return execution, self._holder.open_execution(request.open.lease, execution)
-
-
-async def _wait_until_ended() -> None:
-    """Until the scheduler ends the call, which cancels this, but not for ever.
-
-    A status, or the end of the registration, could be at the scheduler before the message that says what failed.
-    """
-    await asyncio.sleep(FAILURE_TIMEOUT_S)
 
 
 class ExecutorProcess:

@@ -231,7 +231,7 @@ class _Registration:
             await asyncio.wait({running})
 
     async def _hear_out(self, lane: Lane, running: asyncio.Future[None]) -> None:
-        """Applies the results that are under way. Raises the error that the executor reports behind them, if it does."""
+        """Applies the results that are under way. Raises the error that the executor reports behind them."""
         if self._registry.is_stopping:
             return
         lane.stop_sending()

@@ -171,6 +171,7 @@ class Drive:
         try:
             response = await self.call.read()
             if isinstance(response, executor_pb2.ExecuteResponse) and response.HasField("failed"):
+                await self.call.done_writing()
                 response = await self.call.read()  # the status, which says the same
         except grpc.aio.AioRpcError as failure:
             raise rpc.error_from_rpc(failure) from None
