@@ -48,6 +48,13 @@ KUBERNETES_TYPES = (
 )
 # Thirty kinds of volumes, of which only the names are worth their room here.
 WITHOUT_PARTS = ("io.k8s.api.core.v1.Volume",)
+# What Kubernetes checks beyond its schemas.
+OF_FIELDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("Toleration", "operator"): {"enum": ["Exists", "Equal", "Lt", "Gt", None]},
+    ("Toleration", "effect"): {"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute", None]},
+    ("TopologySpreadConstraint", "whenUnsatisfiable"): {"enum": ["DoNotSchedule", "ScheduleAnyway"]},
+    ("IPBlock", "cidr"): {"$ref": "#/$defs/network"},
+}
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "gatewayConfig": GatewayConfig,
     "schedulerConfig": SchedulerServiceConfig,
@@ -127,6 +134,8 @@ def kubernetes_types() -> dict[str, Any]:
             definition = without_parts(definitions[name]) if name in WITHOUT_PARTS else definitions[name]
             wanted += references(definition)
             found[short_name(name)] = shorten(definition)
+    for (name, field), more in OF_FIELDS.items():
+        found[KUBERNETES_PREFIX + name]["properties"][field] |= more
     return dict(sorted(found.items()))
 
 

@@ -273,6 +273,21 @@ def test_the_notes_list_the_names_that_given_certificates_must_have(everything):
     assert "helmTest.apiKeySecret" not in text
 
 
+def test_the_notes_say_how_to_call_a_gateway_with_tls_from_elsewhere():
+    """No certificate has the name localhost."""
+    text = notes(EVERYTHING)
+    assert "kubectl -n serving get secret gateway-tls -o jsonpath='{.data.ca\\.crt}' | base64 -d > ca.crt" in text
+    assert (
+        "curl --cacert ca.crt --cert tls.crt --key tls.key -H 'Authorization: Bearer KEY' "
+        "--resolve hb-holdback-gateway.serving.svc:8000:127.0.0.1 https://hb-holdback-gateway.serving.svc:8000/v1/models"
+    ) in text
+    assert "--resolve" not in notes(SMALL)
+
+
+def test_the_notes_tell_of_a_pool_without_executors():
+    assert "sim has no executors, for all its groups have replicas 0" in notes(EVERYTHING)
+
+
 def test_the_notes_say_what_the_test_needs():
     text = notes(SMALL + "gateway: {apiKeys: {existingSecret: keys}}\nhelmTest: {timeoutSeconds: 4000}\n")
     assert "helm -n serving test hb --timeout 4060s\n" in text

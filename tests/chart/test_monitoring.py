@@ -101,7 +101,8 @@ def test_alerts_watch_the_namespace_of_the_release_with_the_thresholds_that_were
 
 def test_an_executor_that_still_starts_is_not_told_to_be_unregistered(monitored, documented):
     """`executor_registered` is 0 from the first moment on; the other series is there once the start is over."""
-    metrics = ExecutorMetrics(ExecutorConfig(device="simulated", scheduler="127.0.0.1:1", served_model_name="m"))
+    config = {"device": "simulated", "scheduler": "127.0.0.1:1", "served_model_name": "m"}
+    metrics = ExecutorMetrics(ExecutorConfig.model_validate(config))
     rules = monitored.find("PrometheusRule")["spec"]["groups"][0]["rules"]
     (rule,) = [rule for rule in rules if rule["alert"] == "HoldbackExecutorNotRegistered"]
     condition, needed = rule["expr"].split(" == 0 and on (namespace, pod) ")
@@ -110,6 +111,17 @@ def test_an_executor_that_still_starts_is_not_told_to_be_unregistered(monitored,
     assert name not in {sample.metric.name for sample in metrics()}
     metrics.start.whole_s = 4000.0
     assert {name, "holdback:executor_registered"} <= {sample.metric.name for sample in metrics()}
+
+
+def test_a_pool_that_is_to_have_no_executor_is_not_alerted_for(everything):
+    (rule,) = [
+        rule
+        for rule in everything.find("PrometheusRule")["spec"]["groups"][0]["rules"]
+        if rule["alert"] == "HoldbackNoExecutor"
+    ]
+    assert rule["expr"] == (
+        'max by (namespace, model_name) (holdback:num_executors{namespace="serving",model_name!="sim"}) == 0'
+    )
 
 
 def test_all_models_of_the_dashboard_are_also_errors_without_one():

@@ -7,7 +7,7 @@ import pytest
 from holdback.cli import main
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.testing import Answer, MockGateway
-from tests.chart.rendering import SMALL, Manifest, Rendered, render
+from tests.chart.rendering import EXAMPLES, SMALL, Manifest, Rendered, render
 
 HELM_TIMEOUT_S = 300
 """Of `helm test`, where none is given."""
@@ -21,8 +21,8 @@ def arguments(job: Manifest) -> list[str]:
     return list(job["spec"]["template"]["spec"]["containers"][0]["args"])
 
 
-def test_it_generates_a_token_with_each_pool(everything, small):
-    assert len(jobs(everything)) == 3
+def test_it_generates_a_token_with_each_pool_that_has_executors(everything, small):
+    assert len(jobs(everything)) == 2
     assert all(one["metadata"]["annotations"]["helm.sh/hook"] == "test" for one in jobs(everything))
     secured = arguments(jobs(everything)[0])
     assert "--tls-ca=/etc/holdback/tls/ca.crt" in secured
@@ -40,6 +40,28 @@ def test_it_waits_for_the_release_as_long_as_the_values_say_and_is_ended_after_t
     assert "--timeout=4000" in arguments(longer)
     assert longer["spec"]["activeDeadlineSeconds"] > 4000
     assert job["spec"]["backoffLimit"] == 0
+
+
+def test_a_pool_without_executors_is_left_out(everything):
+    names = {one["metadata"]["name"] for one in jobs(everything)}
+    assert names == {"hb-holdback-large-test", "hb-holdback-tiny-test"}
+    one_of_two = SMALL.replace("{name: cpu}", "{name: cpu, replicas: 0}, {name: more}")
+    assert len(jobs(render(one_of_two))) == 1
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_that_of_an_example_waits_as_long_as_its_executors_may_take_to_start(example):
+    rendered = render(files=[example])
+    probes = [
+        pod["containers"][0]["startupProbe"]
+        for one, pod in rendered.pods()
+        if one["kind"] == "Deployment" and pod["containers"][0]["name"] == "executor"
+    ]
+    (job,) = jobs(rendered)
+    (timeout,) = [one for one in arguments(job) if one.startswith("--timeout=")]
+    assert int(timeout.removeprefix("--timeout=")) > max(
+        one["periodSeconds"] * one["failureThreshold"] for one in probes
+    )
 
 
 @pytest.mark.loopback

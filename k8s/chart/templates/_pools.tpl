@@ -13,6 +13,16 @@ Gives `dst` every key of `src` that it lacks, mapping by mapping. A key that is 
 {{- end -}}
 {{- end -}}
 
+{{/* Takes away requests and limits that are null, by which a pool or a group has none where its defaults do. */}}
+{{- define "holdback.dropNulls" -}}
+{{- range pick . "requests" "limits" -}}
+{{- $quantities := . -}}
+{{- range $name, $quantity := $quantities -}}
+{{- if kindIs "invalid" $quantity -}}{{- $_ := unset $quantities $name -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/*
 Takes from `defaults` the kinds that `chosen` does not have, if it has one: a pool whose model is in the image has no
 claim for it, also where poolDefaults has one. Arguments: chosen, defaults, kinds.
@@ -42,6 +52,7 @@ schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fulln
 {{- include "holdback.chooseKind" (dict "chosen" $pool.model "defaults" $defaults.model "kinds" (list "persistentVolumeClaim" "imagePath")) -}}
 {{- include "holdback.chooseKind" (dict "chosen" $pool.tokenizer "defaults" $defaults.tokenizer "kinds" (list "persistentVolumeClaim" "configMap" "imagePath")) -}}
 {{- include "holdback.fill" (dict "dst" $pool "src" $defaults) -}}
+{{- include "holdback.dropNulls" $pool.scheduler.resources -}}
 {{- $scheduler := printf "%s-%s-scheduler" $prefix $pool.name -}}
 {{- $_ := set $pool "schedulerName" $scheduler -}}
 {{- $_ := set $pool "schedulerAddress" (printf "%s.%s.svc:%d" $scheduler $root.Release.Namespace $port) -}}
@@ -53,6 +64,7 @@ schedulerName, schedulerAddress, numExecutors (guaranteed ones) of a pool; fulln
 {{- range $pool.executors -}}
 {{- $group := . -}}
 {{- include "holdback.fill" (dict "dst" $group "src" (deepCopy $root.Values.executorDefaults)) -}}
+{{- include "holdback.dropNulls" $group.resources -}}
 {{- $_ := set $group "fullname" (printf "%s-%s-%s" $prefix $pool.name $group.name) -}}
 {{- $guaranteed := ternary $group.replicas $group.autoscaling.minReplicas (eq $group.autoscaling.type "none") | int -}}
 {{- $_ := set $group "guaranteed" $guaranteed -}}

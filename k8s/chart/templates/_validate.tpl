@@ -30,8 +30,55 @@ keys they are, so that one run tells all of them.
 {{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) -}}
 {{- $_ := set .problems "tls.certManager.issuerRef.name is not set; allowed: the name of an issuer" true -}}
 {{- end -}}
+{{- if $tls.certManager.enabled -}}
+{{- include "holdback.validate.durations" . -}}
+{{- end -}}
 {{- else if or $tls.certManager.enabled $secrets $tls.requireClientCertificates -}}
 {{- $_ := set .problems "tls.enabled is false, but certificates are configured; allowed: true, or none of certManager.enabled, existingSecrets and requireClientCertificates" true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Of certificates: cert-manager takes none shorter than an hour. */}}
+{{- define "holdback.validate.durations" -}}
+{{- $manager := .root.Values.tls.certManager -}}
+{{- $duration := include "holdback.seconds" $manager.duration | float64 -}}
+{{- $before := include "holdback.seconds" $manager.renewBefore | float64 -}}
+{{- if lt $duration 3600.0 -}}
+{{- $_ := set .problems (printf "tls.certManager.duration is %s; allowed: at least 1h" $manager.duration) true -}}
+{{- end -}}
+{{- if or (lt $before 300.0) (ge $before $duration) -}}
+{{- $_ := set .problems (printf "tls.certManager.renewBefore is %s; allowed: at least 5m, and less than duration, which is %s" $manager.renewBefore $manager.duration) true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A duration such as 1.5h in seconds. */}}
+{{- define "holdback.seconds" -}}
+{{- $unit := regexFind "[hms]$" . -}}
+{{- mulf (trimSuffix $unit . | float64) (get (dict "h" 3600.0 "m" 60.0 "s" 1.0) $unit) -}}
+{{- end -}}
+
+{{/* As a scheduler does; for networks of IPv6 that is left to it. */}}
+{{- define "holdback.validate.network" -}}
+{{- $parts := splitList "/" .network -}}
+{{- if not (contains ":" .network) -}}
+{{- $address := 0 -}}
+{{- range splitList "." (first $parts) -}}{{- $address = add (mul $address 256) (atoi .) -}}{{- end -}}
+{{- $size := 1 -}}
+{{- range until (sub 32 (last $parts | atoi) | int) -}}{{- $size = mul $size 2 -}}{{- end -}}
+{{- if mod $address $size -}}
+{{- $_ := set .problems (printf "network.podCIDRs has %s; allowed: networks without bits of a host" .network) true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Who the processes run as; what a container has wins over what its pod has. */}}
+{{- define "holdback.validate.user" -}}
+{{- $context := dict -}}
+{{- range list .root.Values.podSecurityContext .root.Values.containerSecurityContext -}}
+{{- range $key, $value := . -}}{{- if not (kindIs "invalid" $value) -}}{{- $_ := set $context $key $value -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- if and $context.runAsNonRoot (hasKey $context "runAsUser") (eq (int64 $context.runAsUser) 0) -}}
+{{- $_ := set .problems "podSecurityContext and containerSecurityContext have runAsUser 0 and runAsNonRoot; allowed: one of them" true -}}
 {{- end -}}
 {{- end -}}
 
@@ -44,9 +91,13 @@ keys they are, so that one run tells all of them.
 {{- end -}}
 {{- include "holdback.validate.name" (dict "where" "the release" "name" (printf "%s-grpc" (include "holdback.gateway.name" .root)) "problems" $problems) -}}
 {{- $network := .root.Values.network -}}
-{{- if regexMatch "^(127\\.|::1$|0*:.*:0*1$)" $network.listenAddress -}}
+{{- if regexMatch "(?i)^((::ffff:)?127\\.|::1$|0*:.*:0*1$)" $network.listenAddress -}}
 {{- $_ := set $problems (printf "network.listenAddress is %s, where only the pod itself reaches it; allowed: an address that others reach, as 0.0.0.0 and ::" $network.listenAddress) true -}}
 {{- end -}}
+{{- range $network.podCIDRs -}}
+{{- include "holdback.validate.network" (dict "network" . "problems" $problems) -}}
+{{- end -}}
+{{- include "holdback.validate.user" . -}}
 {{- $endpoint := .root.Values.tracing.otlpEndpoint -}}
 {{- $port := regexFind ":[^:\\]]*$" (regexReplaceAll "^https?:" $endpoint "") | trimPrefix ":" -}}
 {{- if and $port (or (not (regexMatch "^[0-9]{1,5}$" $port)) (lt (atoi $port) 1) (gt (atoi $port) 65535)) -}}
@@ -73,12 +124,20 @@ keys they are, so that one run tells all of them.
 {{- $gateway := .root.Values.gateway -}}
 {{- $mounts := list "/etc/holdback/keys" -}}
 {{- $volumes := list "keys" -}}
-{{- range .root.Values.pools -}}
-{{- $volumes = append $volumes (printf "tokenizer-%s" .name) -}}
-{{- $volumes = append $volumes (printf "model-%s" .name) -}}
+{{- $absent := ternary (list) (list "keys") (not (empty $gateway.apiKeys.existingSecret)) -}}
+{{- range (include "holdback.pools" .root | fromJson).pools -}}
 {{- $mounts = append $mounts (printf "/tokenizers/%s" .name) -}}
+{{- $rendered := include "holdback.tokenizer.volume" . -}}
+{{- range list (printf "tokenizer-%s" .name) (printf "model-%s" .name) -}}
+{{- $volumes = append $volumes . -}}
+{{- if not (contains (printf "- name: %q" .) $rendered) -}}{{- $absent = append $absent . -}}{{- end -}}
 {{- end -}}
-{{- include "holdback.validate.process" (dict "where" "gateway" "settings" $gateway "volumes" $volumes "mounts" $mounts "problems" .problems) -}}
+{{- end -}}
+{{- include "holdback.validate.process" (dict "root" .root "where" "gateway" "settings" $gateway "volumes" $volumes "absent" $absent "mounts" $mounts "problems" .problems) -}}
+{{- $resources := $gateway.resources -}}
+{{- if and (eq $gateway.autoscaling.type "hpa") (not (or (dig "requests" "cpu" "" $resources) (dig "limits" "cpu" "" $resources))) -}}
+{{- $_ := set .problems "gateway.autoscaling.type is hpa, but gateway.resources.requests.cpu is not set, of which it takes a share; allowed: the type none, or with requests.cpu" true -}}
+{{- end -}}
 {{- include "holdback.validate.autoscaling" (dict "where" "gateway.autoscaling" "autoscaling" $gateway.autoscaling "problems" .problems) -}}
 {{- $grace := $gateway.terminationGracePeriodSeconds -}}
 {{- $needed := addf $gateway.preStopSeconds $gateway.config.drain_timeout_s -}}
@@ -156,7 +215,10 @@ keys they are, so that one run tells all of them.
 {{- $_ := set $problems (printf "%s.model has %s; allowed: one of them" $where (keys $pool.model | sortAlpha | join " and ")) true -}}
 {{- end -}}
 {{- include "holdback.validate.name" (dict "where" $where "name" (include "holdback.executor.tlsName" .) "problems" $problems) -}}
-{{- include "holdback.validate.process" (dict "where" (printf "%s.scheduler" $where) "settings" $pool.scheduler "problems" $problems) -}}
+{{- include "holdback.validate.process" (dict "root" $root "where" (printf "%s.scheduler" $where) "settings" $pool.scheduler "problems" $problems) -}}
+{{- range $key, $claim := dict "model" $pool.model.persistentVolumeClaim "tokenizer" $pool.tokenizer.persistentVolumeClaim -}}
+{{- include "holdback.validate.path" (dict "where" (printf "%s.%s.persistentVolumeClaim.path" $where $key) "path" (dig "path" "" ($claim | default dict)) "problems" $problems) -}}
+{{- end -}}
 {{- $scaled := list -}}
 {{- range $pool.executors -}}
 {{- if ne .autoscaling.type "none" -}}{{- $scaled = append $scaled .name -}}{{- end -}}
@@ -204,7 +266,7 @@ keys they are, so that one run tells all of them.
 
 {{- define "holdback.validate.group" -}}
 {{- $group := .group -}}
-{{- include "holdback.validate.process" (dict "where" .where "settings" $group "volumes" (list "cache" "model") "mounts" (list "/var/cache/holdback" (printf "/models/%s" .pool.name)) "resources" (include "holdback.executor.resources" . | fromYaml) "problems" .problems) -}}
+{{- include "holdback.validate.process" (dict "root" .root "where" .where "settings" $group "volumes" (list "cache" "model") "absent" (ternary (list) (list "model") (hasKey .pool.model "persistentVolumeClaim")) "mounts" (list "/var/cache/holdback" (printf "/models/%s" .pool.name)) "resources" (include "holdback.executor.resources" . | fromYaml) "problems" .problems) -}}
 {{- $model := first .pool.servedModelNames -}}
 {{- if and (eq $group.autoscaling.type "hpa") (not (regexMatch "^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$" $model)) -}}
 {{- $_ := set .problems (printf "%s.autoscaling.type is hpa, but the first of servedModelNames, %q, is no label value, by which it asks for metrics; allowed: letters, digits, -, _ and ., at most 63 of them, or the type keda" .where $model) true -}}
@@ -221,7 +283,7 @@ keys they are, so that one run tells all of them.
 {{- if and (eq $group.device "neuron") (eq $group.neuron.resource "aws.amazon.com/neuroncore") (gt $size (int $group.neuron.count)) -}}
 {{- $_ := set .problems (printf "%s.tensorParallelSize is %d; allowed: at most neuron.count, which is %d, for each process has a core" .where $size (int $group.neuron.count)) true -}}
 {{- end -}}
-{{- if and (eq (toString $group.maxSurge) "0" "0%") (eq (toString $group.maxUnavailable) "0" "0%") -}}
+{{- if and (regexMatch "^0+%?$" (toString $group.maxSurge)) (regexMatch "^0+%?$" (toString $group.maxUnavailable)) -}}
 {{- $_ := set .problems (printf "%s.maxSurge and maxUnavailable are both 0; allowed: one of them" .where) true -}}
 {{- end -}}
 {{- if and (ne $group.autoscaling.type "none") (not .root.Values.metrics.enabled) -}}

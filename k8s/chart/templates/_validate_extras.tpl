@@ -40,13 +40,22 @@
 {{- mulf (float64 $number) (get $factors (trimPrefix $number $text)) -}}
 {{- end -}}
 
+{{/* A folder of a volume. Arguments: where, path, problems. */}}
+{{- define "holdback.validate.path" -}}
+{{- if has ".." (splitList "/" .path) -}}
+{{- $_ := set .problems (printf "%s is %s; allowed: a folder of the volume, without .." .where .path) true -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Arguments: where, resources, problems. */}}
 {{- define "holdback.validate.resources" -}}
 {{- $where := .where -}}
 {{- $problems := .problems -}}
 {{- $limits := .resources.limits | default dict -}}
 {{- range $name, $request := .resources.requests -}}
-{{- if hasKey $limits $name -}}
+{{- if and (contains "/" $name) (not (hasKey $limits $name)) -}}
+{{- $_ := set $problems (printf "%s.resources.requests.%s is %v, but it has no limit; allowed: limits.%s of the same" $where $name $request $name) true -}}
+{{- else if hasKey $limits $name -}}
 {{- $limit := get $limits $name -}}
 {{- $requested := include "holdback.quantity" $request | float64 -}}
 {{- $most := include "holdback.quantity" $limit | float64 -}}
@@ -59,7 +68,10 @@
 {{- end -}}
 {{- end -}}
 
-{{/* All of a process's pods. Arguments: where, settings, problems, and beyond those of every pod volumes and mounts. */}}
+{{/*
+All of a process's pods. Arguments: root, where, settings, problems, and beyond those of every pod volumes, those of them
+that are absent, and mounts.
+*/}}
 {{- define "holdback.validate.process" -}}
 {{- include "holdback.validate.extras" . -}}
 {{- include "holdback.validate.labels" (dict "where" (printf "%s.podLabels" .where) "labels" .settings.podLabels "problems" .problems) -}}
@@ -67,7 +79,7 @@
 {{- include "holdback.validate.resources" (dict "where" .where "resources" (.resources | default .settings.resources) "problems" .problems) -}}
 {{- end -}}
 
-{{/* Arguments: where, settings, problems, and beyond those of every pod volumes and mounts (paths). */}}
+{{/* Arguments: as of holdback.validate.process. */}}
 {{- define "holdback.validate.extras" -}}
 {{- $problems := .problems -}}
 {{- $where := .where -}}
@@ -77,6 +89,9 @@
 {{- $_ := set $problems (printf "%s.extraEnv has %s, which the chart or another entry sets; allowed: each name once" $where .name) true -}}
 {{- else if regexMatch "^HOLDBACK_(GATEWAY|SCHEDULER|EXECUTOR)__" .name -}}
 {{- $_ := set $problems (printf "%s.extraEnv has %s, a setting of the process; allowed: in config" $where .name) true -}}
+{{- end -}}
+{{- if has .name (list "NEURON_RT_VISIBLE_CORES" "NEURON_RT_NUM_CORES") -}}
+{{- $_ := set $problems (printf "%s.extraEnv has %s, which the device plugin or the chart names; allowed: neuron.resource, neuron.count and tensorParallelSize" $where .name) true -}}
 {{- end -}}
 {{- if and (hasKey . "value") (hasKey . "valueFrom") -}}
 {{- $_ := set $problems (printf "%s.extraEnv has %s with value and valueFrom; allowed: one of them" $where .name) true -}}
@@ -89,16 +104,22 @@
 {{- $_ := set $problems (printf "%s.extraVolumes has %s, which the chart or another entry has; allowed: each name once" $where .name) true -}}
 {{- end -}}
 {{- $volumes = append $volumes .name -}}
+{{- $kinds := omit . "name" | keys -}}
+{{- if gt (len $kinds) 1 -}}
+{{- $_ := set $problems (printf "%s.extraVolumes has %s with %s; allowed: one kind" $where .name (sortAlpha $kinds | join " and ")) true -}}
 {{- end -}}
+{{- end -}}
+{{- $absent := concat (ternary (list) (list "tls") (eq (toString .root.Values.tls.enabled) "true")) (.absent | default list) -}}
 {{- $paths := concat (list "/etc/holdback/config" "/etc/holdback/tls" "/tmp") (.mounts | default list) -}}
 {{- range .settings.extraVolumeMounts -}}
 {{- $path := clean .mountPath -}}
 {{- if has $path $paths -}}
 {{- $_ := set $problems (printf "%s.extraVolumeMounts has %s, which the chart or another entry mounts; allowed: each path once" $where $path) true -}}
 {{- end -}}
-{{- if not (has .name $volumes) -}}
+{{- if or (not (has .name $volumes)) (has .name $absent) -}}
 {{- $_ := set $problems (printf "%s.extraVolumeMounts has %s, which is no volume; allowed: a name of extraVolumes" $where .name) true -}}
 {{- end -}}
+{{- include "holdback.validate.path" (dict "where" (printf "%s.extraVolumeMounts.subPath" $where) "path" (.subPath | default "") "problems" $problems) -}}
 {{- $paths = append $paths $path -}}
 {{- end -}}
 {{- end -}}
