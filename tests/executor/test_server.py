@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 
+from executor_svc import server
 from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies, expected_tokens
 from holdback.errors import ConfigError, ErrorReason, FailedPreconditionError, InternalError
-from holdback.v1 import scheduler_pb2
+from holdback.v1 import executor_pb2, scheduler_pb2
 from tests.executor.builders import VOCAB_SIZE, Steps, build_device
 from tests.executor.serving import (
     ANSWER,
@@ -248,6 +250,26 @@ async def test_a_step_that_fails_ends_the_stream_and_what_was_sent_behind_it_is_
         async with Drive(again.info) as drive:
             await drive.accepted()
             assert await drive.run(Steps().new("good", PROMPT)) == ANSWER[:1]
+
+
+async def test_a_failed_lease_is_held_until_the_scheduler_has_read_why_and_ends_the_stream(
+    scheduler: StubScheduler, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "FAILURE_TIMEOUT_S", 3600)
+    async with running(scheduler.target, build_device()):
+        registered = await scheduler.registrations.get()
+        async with Drive(registered.info) as drive:
+            await drive.accepted()
+            await drive.send(steps.new("r", PROMPT, blocks=[17]))
+            for _ in range(20):  # of a megabyte, more than waits unread
+                await drive.send(steps.new("r", [2**21] * 2**18))
+            response = await drive.call.read()
+            assert isinstance(response, executor_pb2.ExecuteResponse)
+            assert "block is 17; allowed: [1, 17)" in response.failed.message
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await registered.gone.wait()
+        assert (await scheduler.registrations.get()).info.lease != registered.info.lease
 
 
 async def test_a_step_that_contradicts_the_executor_ends_the_stream_with_the_reason(

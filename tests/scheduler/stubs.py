@@ -50,7 +50,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         may_step: steps are answered while this is set.
         hangs_after: answers so many steps and no more.
         tamper: changes each output before it is sent.
-        fails_with: ends the stream at the next step.
+        fails_with: ends the stream at the next step, or once `fails_after` steps are answered.
         says_more: sends messages of a kind that is not known yet.
         num_steps: answered so far.
         ended: how its registration ended, once it has; None after a plain end.
@@ -73,6 +73,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.hangs_after: int | None = None
         self.tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda output: output
         self.fails_with: HoldbackError | None = None
+        self.fails_after = 0
         self.says_more = False
         self.condition = Condition()
         self.num_steps = 0
@@ -118,6 +119,10 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop(None)
         await self._channel.close()
+
+    def leave(self) -> None:
+        """Ends its registration, and nothing else."""
+        self._register.cancel()
 
     async def joined(self) -> None:
         await self.condition.until(lambda: self.opened_with is not None)
@@ -184,7 +189,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 self.may_step.clear()
                 self.condition.changed()
             await self.may_step.wait()
-            if self.fails_with is not None:
+            if self.fails_with is not None and self.num_steps >= self.fails_after:
                 failed = codec.encode_execution_failed(self.fails_with)
                 await context.write(executor_pb2.ExecuteResponse(failed=failed))
                 await rpc.abort(context, self.fails_with)

@@ -1,0 +1,98 @@
+"""A step that fails costs a move to those in it alone, whichever of the executor's two streams ends first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import structlog
+
+from executor_svc.devices.simulated import expected_tokens
+from holdback.errors import InternalError
+from holdback.v1 import scheduler_pb2
+from scheduler_svc import executors
+from scheduler_svc.server import SchedulerServer
+from tests.scheduler.parts import answer_of, build_spec
+from tests.scheduler.real import VOCAB_SIZE, prompt_of, real_executor
+from tests.scheduler.stubs import WAIT_S, StubExecutor, StubGateway
+
+pytestmark = pytest.mark.loopback
+
+Serve = Callable[..., Awaitable[SchedulerServer]]
+
+
+async def until_state(gateway: StubGateway, condition: Callable[[scheduler_pb2.GetStateResponse], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition(await gateway.stub.GetState(scheduler_pb2.GetStateRequest())):
+            pass
+
+
+async def leave_with_two_steps(executor: StubExecutor, gateway: StubGateway) -> None:
+    """One request in each of two steps in flight; then the registration ends, and the scheduler knows."""
+    executor.hangs_after = 0
+    await gateway.add(0, build_spec("first", [20], max_tokens=2))
+    await gateway.add(1, build_spec("second", [21], max_tokens=2))
+    await executor.hangs()
+    await until_state(gateway, lambda state: state.lanes[0].num_steps_in_flight == 2)
+    executor.leave()
+    await until_state(gateway, lambda state: all(lane.is_draining for lane in state.lanes))
+
+
+@pytest.mark.parametrize("has_answered", [False, True], ids=["first step", "second step"])
+async def test_a_failure_that_comes_after_the_end_of_the_registration_is_heard(
+    serve: Serve, has_answered: bool
+) -> None:
+    server = await serve(max_request_moves=0)
+    async with StubGateway(server.port) as gateway:
+        with structlog.testing.capture_logs() as lines:
+            async with StubExecutor(server.port, "fails") as executor:
+                await leave_with_two_steps(executor, gateway)
+                if has_answered:  # then the second step is the oldest one in flight
+                    executor.fails_after = 1
+                executor.fails_with = InternalError("the device is broken")
+                executor.may_step.set()
+                blamed, other = (1, 0) if has_answered else (0, 1)
+                await gateway.until_ended(blamed)
+        assert gateway.answers[blamed].error_reason == "TOO_MANY_MOVES"
+        async with StubExecutor(server.port, "works"):
+            await gateway.until_ended(other)
+    assert gateway.answers[other].tokens == answer_of([20 + other], 2)
+    assert [line["why"] for line in lines if line["event"] == "executor_lost"] == [
+        "the lane was reset: the device is broken"
+    ]
+
+
+async def test_an_executor_that_says_no_more_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "LAST_WORDS_S", 0.05)
+    server = await serve(max_request_moves=0)
+    async with StubGateway(server.port) as gateway, StubExecutor(server.port) as executor:
+        await leave_with_two_steps(executor, gateway)
+        answers = await gateway.until_ended(0, 1)
+    # It may have died in either step.
+    assert {answers[handle].error_reason for handle in range(2)} == {"TOO_MANY_MOVES"}
+
+
+async def test_requests_beside_those_that_fail_each_device_are_never_to_blame(serve: Serve) -> None:
+    server = await serve(max_request_moves=0)
+    bad_token = VOCAB_SIZE - 1
+    faulty = {"simulated_error_token_id": bad_token, "simulated_decode_us": 2000}
+    with structlog.testing.capture_logs() as lines:
+        async with (
+            real_executor(server.port, "one", **faulty),
+            real_executor(server.port, "two", **faulty),
+            StubGateway(server.port) as gateway,
+        ):
+            await gateway.until(lambda answers: bool(answers.pools) and answers.pools[-1].num_executors == 2)
+            for handle in range(6):
+                await gateway.add(handle, build_spec(f"good {handle}", prompt_of(handle), max_tokens=30))
+            for handle in range(100, 104):
+                await gateway.add(handle, build_spec(f"bad {handle}", [20, 21, bad_token, 22], max_tokens=5))
+                await gateway.until_ended(handle)
+            answers = await gateway.until_ended(*range(6))
+    for handle in range(6):
+        assert answers[handle].tokens == expected_tokens(prompt_of(handle), 30, VOCAB_SIZE)
+    assert {answers[handle].error_reason for handle in range(100, 104)} == {"TOO_MANY_MOVES"}
+    reasons = [line["why"] for line in lines if line["event"] == "executor_lost"]
+    assert len(reasons) == 4
+    assert all(reason.endswith(f"the simulated device fails on token {bad_token}") for reason in reasons)
