@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 
 import pytest
 import yaml
 
 from executor_svc.config import ExecutorConfig
+from gateway.access import KeyAccess, create_access
 from gateway.config import GatewayConfig
 from holdback.config import ServiceConfig
 from holdback.errors import ConfigError
 from scheduler_svc.config import SchedulerServiceConfig
-from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, SMALL, Rendered, refusal, render
+from tests.chart.rendering import CHART, EVERYTHING, EXAMPLES, ROOT, SMALL, Rendered, refusal, render
 from tools import chart_schema
 from tools.check_chart import KUBERNETES_VERSIONS
 
@@ -184,6 +186,17 @@ def test_what_goes_to_kubernetes_has_the_types_of_the_newest_one():
 def test_every_setting_that_the_chart_decides_is_one_of_a_process():
     known = {name for config in CONFIGS.values() for name in config.model_fields}
     assert known >= chart_schema.DECIDED_BY_CHART
+
+
+def test_the_file_of_keys_in_the_docs_is_one_that_a_gateway_takes(tmp_path):
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    (block,) = [one for one in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if one.startswith("keys:")]
+    path = tmp_path / "keys.yaml"
+    path.write_text(block, encoding="utf-8")
+    assert isinstance(create_access(path), KeyAccess)
+    (entry,) = yaml.safe_load(block)["keys"]
+    table = text.partition("## API keys")[2].partition("## Bounds")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(entry)
 
 
 def test_every_default_stands_in_the_values_and_no_key_is_only_there():
