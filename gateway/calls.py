@@ -18,12 +18,12 @@ from gateway.generations import Generations
 from gateway.malformed import check_well_formed
 from holdback import rpc
 from holdback.errors import HoldbackError, InternalError
+from holdback.request_limits import MAX_TRACE_BYTES, num_bytes
 from holdback.types import TraceContext
 from holdback.v1 import inference_pb2
 
 log = structlog.get_logger(__name__)
 
-MAX_TRACE_BYTES = 512
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -92,7 +92,12 @@ def call_context(context: Context, *, is_stream: bool) -> CallContext:
     """What comes with a call beside its message."""
     remaining_s = context.time_remaining()
     metadata = dict(context.invocation_metadata() or ())
-    values = [metadata.get(name, "") for name in ("traceparent", "tracestate")]
-    traceparent, tracestate = (str(value) if len(value) <= MAX_TRACE_BYTES else "" for value in values)
     deadline = None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
-    return CallContext(deadline, TraceContext(traceparent, tracestate), current_caller(), is_stream=is_stream)
+    trace = trace_context(str(metadata.get("traceparent", "")), str(metadata.get("tracestate", "")))
+    return CallContext(deadline, trace, current_caller(), is_stream=is_stream)
+
+
+def trace_context(traceparent: str, tracestate: str) -> TraceContext:
+    """Of headers; one that is too long is left out."""
+    values = (value if num_bytes(value) <= MAX_TRACE_BYTES else "" for value in (traceparent, tracestate))
+    return TraceContext(*values)

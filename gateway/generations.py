@@ -20,7 +20,7 @@ from structlog.contextvars import bind_contextvars, unbind_contextvars
 
 from gateway.access import Caller
 from gateway.generation import CallContext, GenerationRun
-from gateway.limits import CHOICE_SUFFIX_BYTES, MAX_REQUEST_ID_BYTES, Checked, check_generation
+from gateway.limits import CHOICE_SUFFIX_BYTES, Checked, check_generation
 from gateway.pool import Pool, Pools
 from gateway.run_traces import end_span, start_span
 from holdback.errors import (
@@ -32,6 +32,7 @@ from holdback.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from holdback.request_limits import MAX_REQUEST_ID_BYTES
 from holdback.tracing import Tracer, trace_id_of
 from holdback.types import ModelInfo
 from holdback.v1 import inference_pb2

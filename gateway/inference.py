@@ -12,9 +12,10 @@ from gateway.calls import Context, answering, current_caller, generating
 from gateway.choice import Choice, ChoiceEnd, Delta
 from gateway.generation import GenerationRun, prompt_text
 from gateway.generations import Generations
-from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes, check_input, check_num_tokens, check_vocabulary
+from gateway.limits import MAX_MODEL_NAME_BYTES, check_input, check_num_tokens, check_vocabulary
 from gateway.pool import Pool
 from holdback import codec
+from holdback.request_limits import check_bytes
 from holdback.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2
 
 

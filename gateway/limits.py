@@ -1,20 +1,31 @@
-"""What a request may ask for, field by field, in one table, and the checks that need no model and those that do.
+"""What a request of a client may ask for: the checks that need no model and those that do.
+
+Limits that the scheduler has too are in `holdback.request_limits`.
 
 Nothing is tokenized, rendered or sent before `check_generation` has passed; nothing is sent before `Checked.fit`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from holdback import codec
 from holdback.errors import ErrorReason, InvalidArgumentError
+from holdback.request_limits import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    Range,
+    check_bytes,
+    check_min_tokens,
+    check_num_entries,
+    check_range,
+    check_sampling,
+    size_error,
+)
 from holdback.types import ModelInfo, SamplingParams
-from holdback.v1 import inference_pb2, types_pb2
+from holdback.v1 import inference_pb2
 
-MAX_REQUEST_ID_BYTES = 256
 MAX_MODEL_NAME_BYTES = 256
 MAX_PROMPT_BYTES = 8 * 1024 * 1024
 MAX_TOKEN_IDS = 2 * 1024 * 1024
@@ -23,37 +34,10 @@ MAX_ROLE_BYTES = 64
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
-MAX_CACHE_SALT_BYTES = 256
-MAX_TOKEN_ID_LIST = 1024
 CHOICE_SUFFIX_BYTES = len("/127")
 """With several choices each is a request of its own, named by the id, a slash and its index."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A closed interval, or one that leaves out its lower end."""
-
-    low: float
-    high: float
-    excludes_low: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.excludes_low else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        return f"{'(' if self.excludes_low else '['}{self.low:g}, {self.high:g}]"
-
-
-RANGES = {
-    "temperature": Range(0, 1000),
-    "top_p": Range(0, 1),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 10, excludes_low=True),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "num_logprobs": Range(0, 20),
-}
-BIAS_RANGE = Range(-100, 100)
 PRIORITY_RANGE = Range(-128, 127)
 N_RANGE = Range(1, MAX_N)
 
@@ -100,13 +84,10 @@ class Checked:
         self._check_vocabulary(model.vocab_size)
         room = model.max_model_len - len(prompt_token_ids)
         wanted = self.sampling.max_tokens if self.max_tokens_given else default_max_tokens or room
-        if self.sampling.min_tokens > wanted:
-            raise InvalidArgumentError.of(
-                "sampling.min_tokens", self.sampling.min_tokens, f"at most max_tokens, which is {wanted}"
-            )
+        check_min_tokens(self.sampling.min_tokens, wanted)
         max_tokens = min(wanted, room)
         if len(self.output_token_ids) > max_tokens:
-            raise _size_error("output_token_ids", len(self.output_token_ids), "tokens", f"at most {max_tokens}")
+            raise size_error("output_token_ids", len(self.output_token_ids), "tokens", f"at most {max_tokens}")
         return replace(self.sampling, max_tokens=max_tokens, min_tokens=min(self.sampling.min_tokens, max_tokens))
 
     def _check_vocabulary(self, vocab_size: int) -> None:
@@ -119,14 +100,14 @@ class Checked:
 def check_generation(message: inference_pb2.Generation) -> Checked:
     """Checks all that can be checked without a model. Raises InvalidArgumentError."""
     n = message.n if message.HasField("n") else 1
-    _check_range("n", n, N_RANGE)
+    check_range("n", n, N_RANGE)
     spare = CHOICE_SUFFIX_BYTES if n > 1 else 0
     check_bytes("model", message.model, MAX_MODEL_NAME_BYTES)
     check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES - spare)
     check_input(message)
-    _check_sampling(message.sampling)
+    check_sampling(message.sampling)
     _check_stop(message.stop)
-    _check_range("priority", message.priority, PRIORITY_RANGE)
+    check_range("priority", message.priority, PRIORITY_RANGE)
     check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
     _check_resumption(message, n)
     return Checked(
@@ -163,9 +144,9 @@ def check_prompt(prompt_token_ids: Sequence[int], model: ModelInfo) -> None:
     num_tokens = len(prompt_token_ids)
     limit = f"[1, {model.max_model_len - 1}], for max_model_len is {model.max_model_len}"
     if num_tokens == 0:
-        raise _size_error("prompt", 0, "tokens", limit, ErrorReason.PROMPT_EMPTY)
+        raise size_error("prompt", 0, "tokens", limit, ErrorReason.PROMPT_EMPTY)
     if num_tokens >= model.max_model_len:
-        raise _size_error("prompt", num_tokens, "tokens", limit, ErrorReason.PROMPT_TOO_LONG)
+        raise size_error("prompt", num_tokens, "tokens", limit, ErrorReason.PROMPT_TOO_LONG)
     check_vocabulary("token_ids", prompt_token_ids, model.vocab_size)
 
 
@@ -183,25 +164,12 @@ def check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) ->
 def check_num_tokens(field: str, num_tokens: int) -> None:
     """Not more ids than any request may carry. Raises InvalidArgumentError."""
     if num_tokens > MAX_TOKEN_IDS:
-        raise _size_error(field, num_tokens, "entries", f"at most {MAX_TOKEN_IDS}")
-
-
-def check_num_entries(field: str, num_entries: int, *, least: int = 0, most: int = MAX_TOKEN_ID_LIST) -> None:
-    """Not more entries than a list may have, nor fewer. Raises InvalidArgumentError."""
-    if not least <= num_entries <= most:
-        raise _size_error(field, num_entries, "entries", f"[{least}, {most}]")
-
-
-def check_bytes(field: str, text: str, limit: int) -> None:
-    """Text of at most `limit` bytes of UTF-8. Raises InvalidArgumentError."""
-    size = len(text) if text.isascii() else len(text.encode())
-    if size > limit:
-        raise _size_error(field, size, "bytes", f"at most {limit}")
+        raise size_error(field, num_tokens, "entries", f"at most {MAX_TOKEN_IDS}")
 
 
 def _check_chat(messages: Sequence[inference_pb2.ChatMessage]) -> None:
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise _size_error("chat.messages", len(messages), "messages", f"[1, {MAX_MESSAGES}]")
+        raise size_error("chat.messages", len(messages), "messages", f"[1, {MAX_MESSAGES}]")
     total = 0
     for index, message in enumerate(messages):
         if not message.role:
@@ -209,27 +177,7 @@ def _check_chat(messages: Sequence[inference_pb2.ChatMessage]) -> None:
         check_bytes(f"chat.messages[{index}].role", message.role, MAX_ROLE_BYTES)
         total += len(message.content.encode())
     if total > MAX_PROMPT_BYTES:
-        raise _size_error("chat.messages", total, "bytes", f"at most {MAX_PROMPT_BYTES}")
-
-
-def _check_sampling(message: types_pb2.SamplingParams) -> None:
-    for name, allowed in RANGES.items():
-        if message.HasField(name):  # type: ignore[arg-type]
-            _check_range(f"sampling.{name}", getattr(message, name), allowed)
-    if message.HasField("top_k") and message.top_k < -1:
-        raise InvalidArgumentError.of("sampling.top_k", message.top_k, "at least 1; 0 or -1 for all")
-    if message.HasField("max_tokens") and message.max_tokens < 1:
-        raise InvalidArgumentError.of("sampling.max_tokens", message.max_tokens, "at least 1")
-    check_num_entries("sampling.stop_token_ids", len(message.stop_token_ids))
-    if message.HasField("allowed_token_ids"):
-        check_num_entries("sampling.allowed_token_ids", len(message.allowed_token_ids.token_ids), least=1)
-    check_num_entries("sampling.logit_bias", len(message.logit_bias))
-    _check_biases(message.logit_bias)
-
-
-def _check_biases(biases: Sequence[types_pb2.LogitBias]) -> None:
-    for index, entry in enumerate(biases):
-        _check_range(f"sampling.logit_bias[{index}].bias", entry.bias, BIAS_RANGE)
+        raise size_error("chat.messages", total, "bytes", f"at most {MAX_PROMPT_BYTES}")
 
 
 def _check_stop(stop: Sequence[str]) -> None:
@@ -248,20 +196,6 @@ def _check_resumption(message: inference_pb2.Generation, n: int) -> None:
         raise InvalidArgumentError.of("n", n, "1, to resume from output_token_ids")
     if not message.sampling.HasField("seed"):
         raise _unset_error("sampling.seed", "the seed of the first message, to resume from output_token_ids")
-
-
-def _check_range(field: str, value: float, allowed: Range) -> None:
-    if not math.isfinite(value) or value not in allowed:
-        # seven digits: a float of the wire as the caller wrote it
-        shown = float(f"{value:.7g}") if isinstance(value, float) else value
-        raise InvalidArgumentError.of(field, shown, str(allowed))
-
-
-def _size_error(
-    field: str, size: int, unit: str, limit: str, reason: ErrorReason = ErrorReason.INVALID_FIELD
-) -> InvalidArgumentError:
-    message = f"{field} has {size} {unit}; allowed: {limit}"
-    return InvalidArgumentError(message, field=field, value=f"{size} {unit}", limit=limit, reason=reason)
 
 
 def _unset_error(field: str, limit: str) -> InvalidArgumentError:

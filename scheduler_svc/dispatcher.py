@@ -28,6 +28,7 @@ from holdback.errors import (
     InvalidArgumentError,
     RequestAbortedError,
 )
+from holdback.request_limits import MAX_REQUEST_ID_BYTES
 from holdback.types import FinishReason, ModelInfo, RequestSpec, Usage
 from scheduler_svc.clock import Clock
 from scheduler_svc.config import SchedulerServiceConfig
@@ -43,7 +44,6 @@ from scheduler_svc.placement import Placement
 from scheduler_svc.pool import ANY_MODEL, Pool
 from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.requests import (
-    MAX_REQUEST_ID_BYTES,
     Cause,
     Resubmission,
     Session,

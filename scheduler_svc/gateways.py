@@ -20,7 +20,7 @@ from holdback.types import Usage
 from holdback.v1 import scheduler_pb2
 from scheduler_svc.config import SchedulerServiceConfig
 from scheduler_svc.dispatcher import Dispatcher
-from scheduler_svc.limits import MAX_QUEUED_MS, check_counts
+from scheduler_svc.limits import MAX_QUEUED_MS, check_message
 from scheduler_svc.pool import Pool
 from scheduler_svc.requests import Resubmission, Session
 from scheduler_svc.streams import check_protocol, protocol_version, race, read, write
@@ -154,7 +154,7 @@ class _Stream:
         if not add.spec.sampling.HasField("max_tokens"):
             add.spec.sampling.max_tokens = self._config.default_max_tokens or MAX_MAX_TOKENS
         try:
-            check_counts(add.spec, self._pool.max_model_len)
+            check_message(add.spec, self._pool.max_model_len)
             spec = codec.decode_spec(add.spec)
             resubmission = _decode_resubmission(add)
         except HoldbackError as error:

@@ -6,10 +6,11 @@ the decode steps in between, so it is the least that a request has to wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdback.errors import DeadlineExceededError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
+from holdback.request_limits import MAX_CACHE_SALT_BYTES, MAX_TRACE_BYTES, check_bytes, check_sampling
 from holdback.types import RequestSpec
 from holdback.v1 import types_pb2
 from scheduler_svc.config import SchedulerServiceConfig
@@ -22,12 +23,10 @@ MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 30.0
 
 MAX_QUEUED_MS = 10 * 365 * 24 * 3600 * 1000
-MAX_LIST_ENTRIES = 65_536
-MAX_NUM_LOGPROBS = 64
 
 
-def check_counts(message: types_pb2.RequestSpec, max_model_len: int | None) -> None:
-    """Lengths, before anything is decoded or copied. Raises InvalidArgumentError.
+def check_message(message: types_pb2.RequestSpec, max_model_len: int | None) -> None:
+    """Lengths and values, before anything is decoded or copied. Raises InvalidArgumentError.
 
     Args:
         max_model_len: of the pool; None while it is not known.
@@ -35,26 +34,19 @@ def check_counts(message: types_pb2.RequestSpec, max_model_len: int | None) -> N
     num_prompt, num_outputs = len(message.prompt_token_ids), len(message.output_token_ids)
     if max_model_len is not None and num_prompt + num_outputs >= max_model_len:
         raise prompt_too_long(num_prompt, num_outputs, max_model_len)
-    sampling = message.sampling
-    lists: dict[str, Sized] = {
-        "stop_token_ids": sampling.stop_token_ids,
-        "allowed_token_ids": sampling.allowed_token_ids.token_ids,
-        "logit_bias": sampling.logit_bias,
-    }
-    for name, entries in lists.items():
-        if len(entries) > MAX_LIST_ENTRIES:
-            raise InvalidArgumentError.of(f"sampling.{name}", f"{len(entries)} entries", f"at most {MAX_LIST_ENTRIES}")
+    # Whatever is in a request travels in a step, and what is too long for a message would end the stream of a lane.
+    check_bytes("spec.cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
+    check_bytes("spec.trace_context.traceparent", message.trace_context.traceparent, MAX_TRACE_BYTES)
+    check_bytes("spec.trace_context.tracestate", message.trace_context.tracestate, MAX_TRACE_BYTES)
+    check_sampling(message.sampling)
 
 
 def check_sizes(spec: RequestSpec) -> None:
-    """Bounds of a request that do not depend on the model. Raises InvalidArgumentError."""
+    """Bounds of its times. Raises InvalidArgumentError."""
     if spec.deadline_ms is not None and spec.deadline_ms < 1:
         raise InvalidArgumentError.of("spec.deadline_ms", spec.deadline_ms, ">= 1")
     if spec.queued_ms > MAX_QUEUED_MS:
         raise InvalidArgumentError.of("spec.queued_ms", spec.queued_ms, f"[0, {MAX_QUEUED_MS}]")
-    num_logprobs = spec.sampling.num_logprobs
-    if (num_logprobs or 0) > MAX_NUM_LOGPROBS:
-        raise InvalidArgumentError.of("sampling.num_logprobs", num_logprobs, f"[0, {MAX_NUM_LOGPROBS}]")
 
 
 def check_room(

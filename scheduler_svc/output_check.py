@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 from holdback.errors import ErrorReason, FailedPreconditionError, InternalError
+from holdback.request_limits import MAX_NUM_LOGPROBS
 from holdback.types import ExecutorInfo, ModelRunnerOutput
 from holdback.v1 import executor_pb2
 from scheduler_svc.core.request import Request
-from scheduler_svc.limits import MAX_NUM_LOGPROBS
 from scheduler_svc.steps import StepInFlight
 
 MAX_ROW_BYTES = 64 + 10 * MAX_NUM_LOGPROBS

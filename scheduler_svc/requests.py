@@ -21,6 +21,7 @@ from holdback.errors import (
     InvalidArgumentError,
     RequestAbortedError,
 )
+from holdback.request_limits import MAX_REQUEST_ID_BYTES
 from holdback.tracing import RequestSpan, trace_id_of
 from holdback.types import FinishReason, RequestSpec, Usage
 from scheduler_svc.core.request import Request
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from scheduler_svc.lane import Lane
 
 log = structlog.get_logger(__name__)
-
-MAX_REQUEST_ID_BYTES = 256
 
 
 class Cause(enum.Enum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,11 +12,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from gateway.access import Access
-from gateway.calls import MAX_TRACE_BYTES
+from gateway.calls import trace_context
 from gateway.counts import HttpCounts
 from gateway.generation import CallContext
 from gateway.generations import Generations
-from gateway.limits import MAX_MODEL_NAME_BYTES, check_bytes
+from gateway.limits import MAX_MODEL_NAME_BYTES
 from gateway.openai.answer import Answer
 from gateway.openai.body import BodyReader, UnreadResponse
 from gateway.openai.chat import ChatCompletionRequest
@@ -31,6 +30,7 @@ from gateway.openai.styles import ChatStyle, CompletionStyle, Style
 from gateway.pool import Pool
 from holdback.errors import HoldbackError
 from holdback.metrics import CONTENT_TYPE
+from holdback.request_limits import check_bytes
 from holdback.types import TraceContext
 
 
@@ -213,6 +213,4 @@ def _address(request: Request) -> str:
 
 
 def _trace(request: Request) -> TraceContext:
-    values: list[Any] = [request.headers.get(name, "") for name in ("traceparent", "tracestate")]
-    traceparent, tracestate = (value if len(value) <= MAX_TRACE_BYTES else "" for value in values)
-    return TraceContext(traceparent, tracestate)
+    return trace_context(request.headers.get("traceparent", ""), request.headers.get("tracestate", ""))

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from gateway.limits import MAX_MESSAGES, MAX_PROMPT_BYTES, RANGES
+from gateway.limits import MAX_MESSAGES, MAX_PROMPT_BYTES
 from gateway.openai.fields import MAX_UINT32, UNSUPPORTED, GenerationRequest, bounds
 from gateway.openai.wording import check_asks_for_nothing, wrong
+from holdback.request_limits import RANGES
 from holdback.v1 import inference_pb2
 
 MAX_PARTS = 1024

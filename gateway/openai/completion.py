@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from gateway.limits import MAX_PROMPT_BYTES, MAX_TOKEN_IDS, RANGES
+from gateway.limits import MAX_PROMPT_BYTES, MAX_TOKEN_IDS
 from gateway.openai.fields import MAX_UINT32, UNSUPPORTED, GenerationRequest, bounds
 from gateway.openai.wording import wrong
+from holdback.request_limits import RANGES
 from holdback.v1 import inference_pb2
 
 MAX_CHOICES = 256

@@ -16,21 +16,23 @@ import pydantic
 from pydantic import Field, PlainValidator, StrictStr, WithJsonSchema
 
 from gateway.limits import (
-    BIAS_RANGE,
-    MAX_CACHE_SALT_BYTES,
     MAX_MODEL_NAME_BYTES,
-    MAX_REQUEST_ID_BYTES,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
-    MAX_TOKEN_ID_LIST,
     MAX_TOKEN_IDS,
     N_RANGE,
     PRIORITY_RANGE,
-    RANGES,
-    Range,
 )
 from gateway.openai.wording import check_asks_for_nothing, from_pydantic, shorten, unknown, wrong
 from holdback.errors import InvalidArgumentError
+from holdback.request_limits import (
+    BIAS_RANGE,
+    MAX_CACHE_SALT_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    MAX_TOKEN_ID_LIST,
+    RANGES,
+    Range,
+)
 from holdback.v1 import inference_pb2, types_pb2
 
 MAX_USER_CHARS = 512

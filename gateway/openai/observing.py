@@ -15,9 +15,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.limits import MAX_REQUEST_ID_BYTES
 from gateway.openai.errors import CLIENT_CLOSED, error_response, plain_error_response
 from holdback.errors import InternalError
+from holdback.request_limits import MAX_REQUEST_ID_BYTES
 
 log = structlog.get_logger(__name__)
 

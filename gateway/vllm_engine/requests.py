@@ -11,8 +11,8 @@ import re
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from gateway.limits import RANGES, check_num_entries
 from holdback.errors import InvalidArgumentError
+from holdback.request_limits import RANGES, check_num_entries
 from holdback.v1 import inference_pb2, types_pb2
 
 MAX_TOP_K = 2**31 - 1

@@ -10,18 +10,25 @@ from google.protobuf.descriptor import Descriptor
 from smg_grpc_proto import vllm_engine_pb2
 
 from gateway import limits
-from gateway.calls import MAX_TRACE_BYTES
 from gateway.vllm_engine.service import MAX_ABORT_IDS
 from holdback import rpc
 from holdback.errors import ErrorReason, HoldbackError
+from holdback.request_limits import (
+    BIAS_RANGE,
+    MAX_CACHE_SALT_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    MAX_TOKEN_ID_LIST,
+    MAX_TRACE_BYTES,
+    RANGES,
+)
 from holdback.v1 import inference_pb2, types_pb2
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 IN_VOCABULARY = "each in [0, vocab_size)"
 BOUNDS = {
     "`model`": f"at most {limits.MAX_MODEL_NAME_BYTES} bytes",
-    "`request_id`": f"at most {limits.MAX_REQUEST_ID_BYTES} bytes; "
-    f"{limits.MAX_REQUEST_ID_BYTES - limits.CHOICE_SUFFIX_BYTES} with `n` above 1; empty: one is made",
+    "`request_id`": f"at most {MAX_REQUEST_ID_BYTES} bytes; "
+    f"{MAX_REQUEST_ID_BYTES - limits.CHOICE_SUFFIX_BYTES} with `n` above 1; empty: one is made",
     "`text`": f"at most {limits.MAX_PROMPT_BYTES} bytes",
     "`chat.messages`": f"[1, {limits.MAX_MESSAGES}], together at most {limits.MAX_PROMPT_BYTES} bytes",
     "`chat.messages[].role`": f"1 to {limits.MAX_ROLE_BYTES} bytes",
@@ -32,19 +39,19 @@ BOUNDS = {
     "`keep_special_tokens`": "any",
     "`echo`": "any",
     "`priority`": str(limits.PRIORITY_RANGE),
-    "`cache_salt`": f"at most {limits.MAX_CACHE_SALT_BYTES} bytes",
+    "`cache_salt`": f"at most {MAX_CACHE_SALT_BYTES} bytes",
     "`output_token_ids`": f"at most {limits.MAX_TOKEN_IDS} entries and `max_tokens`, {IN_VOCABULARY}; "
     "with `n` 1 and a seed",
-    **{f"`sampling.{name}`": str(allowed) for name, allowed in limits.RANGES.items()},
+    **{f"`sampling.{name}`": str(allowed) for name, allowed in RANGES.items()},
     "`sampling.top_k`": "at least 1; 0 or -1 for all",
     "`sampling.seed`": "any; unset: one is drawn and told",
     "`sampling.max_tokens`": "at least 1, cut to what fits; unset: the pool's default",
     "`sampling.min_tokens`": "at most `max_tokens`",
     "`sampling.ignore_eos`": "any",
-    "`sampling.stop_token_ids`": f"at most {limits.MAX_TOKEN_ID_LIST} entries, {IN_VOCABULARY}",
-    "`sampling.allowed_token_ids`": f"1 to {limits.MAX_TOKEN_ID_LIST} entries, {IN_VOCABULARY}",
-    "`sampling.logit_bias`": f"at most {limits.MAX_TOKEN_ID_LIST} entries, each token once and in [0, vocab_size)",
-    "`sampling.logit_bias[].bias`": str(limits.BIAS_RANGE),
+    "`sampling.stop_token_ids`": f"at most {MAX_TOKEN_ID_LIST} entries, {IN_VOCABULARY}",
+    "`sampling.allowed_token_ids`": f"1 to {MAX_TOKEN_ID_LIST} entries, {IN_VOCABULARY}",
+    "`sampling.logit_bias`": f"at most {MAX_TOKEN_ID_LIST} entries, each token once and in [0, vocab_size)",
+    "`sampling.logit_bias[].bias`": str(BIAS_RANGE),
     "`traceparent`, `tracestate` (metadata)": f"at most {MAX_TRACE_BYTES} bytes, else ignored",
     "`request_ids` of the engine protocol's `Abort`": f"at most {MAX_ABORT_IDS} entries",
 }

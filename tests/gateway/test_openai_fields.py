@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.limits import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOKEN_ID_LIST, check_generation
+from gateway.limits import MAX_MESSAGES, MAX_STOP_STRINGS, check_generation
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completion import MAX_CHOICES, CompletionRequest
 from gateway.openai.errors import KINDS, error_object
@@ -20,6 +20,7 @@ from holdback.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from holdback.request_limits import MAX_TOKEN_ID_LIST
 from holdback.v1 import inference_pb2, types_pb2
 
 HI = [{"role": "user", "content": "hi"}]

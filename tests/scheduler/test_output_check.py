@@ -10,6 +10,7 @@ import pytest
 
 from holdback import codec
 from holdback.errors import InternalError
+from holdback.request_limits import MAX_NUM_LOGPROBS
 from holdback.types import ModelRunnerOutput, TokenLogprobs
 from scheduler_svc.core.request import Request
 from scheduler_svc.output_check import check_message, max_message_bytes
@@ -70,7 +71,7 @@ def test_more_entries_than_the_executor_has_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 256])
 def test_the_largest_honest_result_is_below_the_limit_of_a_message(max_num_seqs: int) -> None:
-    largest = TokenLogprobs(2**31 - 1, -1.5, (2**31 - 1,) * 64, (-1.5,) * 64)
+    largest = TokenLogprobs(2**31 - 1, -1.5, (2**31 - 1,) * MAX_NUM_LOGPROBS, (-1.5,) * MAX_NUM_LOGPROBS)
     output = ModelRunnerOutput(2**40, [2**31 - 1] * max_num_seqs, [largest] * max_num_seqs, list(range(max_num_seqs)))
     size = codec.encode_runner_output(output).ByteSize()
     assert size < max_message_bytes(build_info(max_num_seqs=max_num_seqs, max_model_len=512, num_blocks=4097))
