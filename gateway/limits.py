@@ -1,8 +1,7 @@
 """What a request of a client may ask for: the checks that need no model and those that do.
 
-Limits that the scheduler has too are in `holdback.request_limits`.
-
-Nothing is tokenized, rendered or sent before `check_generation` has passed; nothing is sent before `Checked.fit`.
+Nothing is tokenized, rendered or sent before `check_generation` has passed; nothing is sent before `Checked.fit`. What
+a scheduler checks as well is in `holdback.request_limits`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 CHOICE_SUFFIX_BYTES = len("/127")
 """With several choices each is a request of its own, named by the id, a slash and its index."""
-
 
 PRIORITY_RANGE = Range(-128, 127)
 N_RANGE = Range(1, MAX_N)

@@ -1,6 +1,6 @@
 """The fields that both endpoints have: types, bounds, and the way to a message that every protocol shares.
 
-Bounds come from `gateway.limits`, so that they are the same on every protocol, and stand in the OpenAPI document.
+Bounds come from `limits` and `holdback.request_limits`, so that they are the same on every protocol, and stand in the OpenAPI document.
 Values are taken as they are: a number in quotes is no number, and 1.0 no whole one. What is checked with the model,
 such as the length of a prompt, is told in the names of this protocol by `client_error`.
 """
@@ -58,7 +58,7 @@ _TOKEN_KEY = re.compile(r"(0|[1-9][0-9]{0,9})\Z")
 
 
 def bounds(allowed: Range) -> Any:
-    """A number field within a range of `gateway.limits`."""
+    """A number field within a range of these."""
     if allowed.excludes_low:
         return Field(gt=allowed.low, le=allowed.high)
     return Field(ge=allowed.low, le=allowed.high)
