@@ -1,6 +1,7 @@
 """The fields that both endpoints have: types, bounds, and the way to a message that every protocol shares.
 
-Bounds come from `limits` and `holdback.request_limits`, so that they are the same on every protocol, and stand in the OpenAPI document.
+Bounds come from `gateway.limits` and `holdback.request_limits`, so that they are the same on every protocol, and stand
+in the OpenAPI document.
 Values are taken as they are: a number in quotes is no number, and 1.0 no whole one. What is checked with the model,
 such as the length of a prompt, is told in the names of this protocol by `client_error`.
 """
