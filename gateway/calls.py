@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -33,8 +34,10 @@ _CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
 class Authentication(grpc.aio.ServerInterceptor):
     """Asks every call on the port for its API key, whatever the service."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, counting: Callable[[], AbstractContextManager[None]]) -> None:
+        """What refuses a call is raised in `counting()`."""
         self._access = access
+        self._counting = counting
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -42,7 +45,8 @@ class Authentication(grpc.aio.ServerInterceptor):
         """The handler of a call with the caller noted, or one that refuses it."""
         header = dict(details.invocation_metadata or ()).get("authorization")
         try:
-            _CALLER.set(self._access.authenticate(None if header is None else str(header)))
+            with self._counting():
+                _CALLER.set(self._access.authenticate(None if header is None else str(header)))
         except HoldbackError as error:
             # of this kind whatever the method's own: such a handler is called before a message is waited for
             return grpc.stream_unary_rpc_method_handler(partial(_refuse, error))

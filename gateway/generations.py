@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterator
 
 from structlog.contextvars import bind_contextvars, unbind_contextvars
 
@@ -34,7 +34,7 @@ from holdback.errors import (
 )
 from holdback.request_limits import MAX_REQUEST_ID_BYTES
 from holdback.tracing import Tracer, trace_id_of
-from holdback.types import ModelInfo
+from holdback.types import FinishReason, ModelInfo
 from holdback.v1 import inference_pb2
 
 
@@ -86,6 +86,15 @@ class Generations:
         for run in self._runs.values():
             run.fail(error)
 
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts what refuses a generation before a model is chosen."""
+        try:
+            yield
+        except HoldbackError as error:
+            self.num_errors["", error.reason] += 1
+            raise
+
     @contextlib.asynccontextmanager
     async def run(self, message: inference_pb2.Generation, call: CallContext) -> AsyncIterator[GenerationRun]:
         """A generation that has been submitted, and is ended when the block is left, however that happens.
@@ -124,7 +133,11 @@ class Generations:
         self._runs[key] = run
         self._idle.clear()
         try:
-            model, prompt_token_ids = await run.unless_failed(_prepare(pool, message))
+            try:
+                model, prompt_token_ids = await run.unless_failed(_prepare(pool, message))
+            except asyncio.CancelledError:
+                pool.counts.num_ended[FinishReason.ABORT] += checked.n  # none of them has begun
+                raise
             run.submit(prompt_token_ids, model, call)
             yield run
         finally:

@@ -63,8 +63,9 @@ class GatewayServer:
         self._config = config
         self._health = HealthServer(config.host, config.health_port)
         self._access = create_access(config.api_keys)
+        authentication = Authentication(self._access, lambda: self._generations.counting_refusals())
         self._server = rpc.create_server(
-            [Authentication(self._access), MalformedRequests()], max_connection_age_s=config.max_connection_age_s
+            [authentication, MalformedRequests()], max_connection_age_s=config.max_connection_age_s
         )
         self._tracer = create_tracer(config.process, config.trace_endpoint)
         self._generations = Generations(self.pools)

@@ -108,11 +108,12 @@ class Api:
         return await self._generate(request, ChatCompletionRequest, ChatStyle())
 
     async def _generate(self, request: Request, kind: type[GenerationRequest], style: Style) -> Response:
-        caller = self._access.authenticate(request.headers.get("authorization"))
-        observation_of(request.scope).caller = caller.name
-        self._generations.check_open()
-        holder = f"key {caller.name}" if caller.name else _address(request)
-        read = kind.read(await self._bodies.read(request, holder, self._longest_model_len))
+        with self._generations.counting_refusals():
+            caller = self._access.authenticate(request.headers.get("authorization"))
+            observation_of(request.scope).caller = caller.name
+            self._generations.check_open()
+            holder = f"key {caller.name}" if caller.name else _address(request)
+            read = kind.read(await self._bodies.read(request, holder, self._longest_model_len))
         observation = observation_of(request.scope)
         observation.client_request_id = observation.client_request_id or read.request_id or ""
         call = CallContext(trace=_trace(request), caller=caller, is_stream=bool(read.stream))

@@ -241,6 +241,7 @@ async def test_no_rpc_answers_without_a_known_key(guarded: GatewayServer, secret
             with pytest.raises(UnauthenticatedError) as caught:
                 await call()
             assert caught.value.reason is ErrorReason.UNAUTHENTICATED
+    assert guarded._generations.num_errors["", ErrorReason.UNAUTHENTICATED] == len(calls)
 
 
 async def test_a_call_without_a_key_is_refused_before_its_message_has_come(guarded: GatewayServer) -> None:

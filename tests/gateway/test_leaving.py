@@ -188,6 +188,8 @@ async def test_who_leaves_while_no_model_is_known_leaves_nothing_to_submit(
                 await asyncio.sleep(0)
         await leave(channel, call)
         await asyncio.wait_for(gateway._generations.wait_idle(), 60)
+    (pool,) = gateway.pools
+    assert pool.counts.num_ended[FinishReason.ABORT] == 1
     scheduler.set_model(MODEL)
     await assert_nothing_is_left(gateway, scheduler)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.counts import PoolCounts, RequestTimes
@@ -195,6 +196,18 @@ async def test_errors_are_counted_by_their_reason(
     assert shown.of("holdback:request_errors_total", model_name="", reason="MODEL_NOT_FOUND") == 1
     assert shown.of("holdback:request_errors_total") == 2
     assert ended(shown) == {"error": 1}
+
+
+async def test_what_http_refuses_before_a_model_is_chosen_is_counted(
+    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler
+) -> None:
+    gateway = await make_gateway(scheduler=scheduler.target, metrics_port=0, http_port=0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http.port}", trust_env=False) as http:
+        response = await http.post("/v1/completions", json={"prompt": "x", "temperature": -1})
+    assert response.json()["error"]["code"] == "invalid_field"
+    shown = await read(gateway)
+    assert shown.of("holdback:request_errors_total", model_name="", reason="INVALID_FIELD") == 1
+    assert shown.of("holdback:request_errors_total") == 1
 
 
 def test_the_parts_of_a_request_add_up() -> None:
