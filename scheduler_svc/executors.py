@@ -17,7 +17,7 @@ import asyncio
 import ipaddress
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc.aio
@@ -232,11 +232,13 @@ class _Registration:
 
     async def _hear_out(self, lane: Lane, running: asyncio.Future[None]) -> None:
         """Applies the results that are under way. Raises the error that the executor reports behind them."""
-        if self._registry.is_stopping:
-            return
         lane.stop_sending()
-        done, _ = await asyncio.wait({running}, timeout=LAST_WORDS_S)
-        if done:
+        clock = self._registry._clock
+        until = clock.now() + LAST_WORDS_S
+        while not (running.done() or self._registry.is_stopping) and (left_s := until - clock.now()) > 0:
+            with suppress(asyncio.CancelledError):  # by gRPC, where `race` has cancelled it already
+                await asyncio.wait({running}, timeout=left_s)
+        if running.done():
             self._is_drained = self._is_drained and running.exception() is None
             running.result()
 
