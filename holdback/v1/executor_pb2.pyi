@@ -76,7 +76,9 @@ class ExecuteResponse(_message.Message):
 
     @_builtins.property
     def failed(self) -> Global___ExecutionFailed:
-        """The stream fails: the oldest step without an output did, unless the reason is LEASE_MISMATCH. The last message."""
+        """The stream fails: the oldest step without an output did, unless the reason is LEASE_MISMATCH. The last message;
+        the scheduler ends the call. The status that says the same comes when it closes its side, or a second later.
+        """
 
     def __init__(
         self,

@@ -232,15 +232,15 @@ class SamplingParams(_message.Message):
     """Log-probabilities of the chosen token and of this many most likely ones, in [0, 20]; unset returns none."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the request besides EOS, each in [0, vocab_size)."""
+        """Tokens that end the request besides EOS; at most 1024, each in [0, vocab_size)."""
 
     @_builtins.property
     def allowed_token_ids(self) -> Global___TokenIdSet:
-        """Only these tokens may be sampled; unset allows all, an empty set is refused."""
+        """Only these tokens may be sampled; at most 1024. Unset allows all, an empty set is refused."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
-        """At most one entry per token."""
+        """At most 1024 entries, at most one per token."""
 
     def __init__(
         self,
@@ -329,9 +329,9 @@ class TraceContext(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
-    """The `traceparent` header; empty when there is none."""
+    """The `traceparent` header; at most 512 bytes, empty when there is none."""
     tracestate: _builtins.str
-    """The `tracestate` header; empty when there is none."""
+    """The `tracestate` header; at most 512 bytes, empty when there is none."""
     def __init__(
         self,
         *,
@@ -369,7 +369,7 @@ class RequestSpec(_message.Message):
     priority: _builtins.int
     """Lower is served first under the `priority` policy; 0 is normal."""
     cache_salt: _builtins.str
-    """Cached blocks are shared only between requests of equal salt; empty is a salt like any other."""
+    """Cached blocks are shared only between requests of equal salt; empty is a salt like any other. At most 256 bytes."""
     deadline_ms: _builtins.int
     """Milliseconds from the submission until the request is worthless, >= 1; unset: never."""
     queued_ms: _builtins.int
