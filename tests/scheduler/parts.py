@@ -286,10 +286,12 @@ class SimulatedLane:
 
     async def _run(self) -> None:
         """As a registration does."""
+        is_lost = True
         try:
             await self.lane.run()
+            is_lost = False
         finally:
-            self._dispatcher.remove_lane(self.lane, is_lost=not self.lane.is_draining)
+            self._dispatcher.remove_lane(self.lane, is_lost=is_lost)
 
     async def send(self, output: SchedulerOutput) -> None:
         self.sent.append(output)

@@ -28,14 +28,16 @@ async def until_state(gateway: StubGateway, condition: Callable[[scheduler_pb2.G
             pass
 
 
-async def leave_with_two_steps(executor: StubExecutor, gateway: StubGateway) -> None:
-    """One request in each of two steps in flight; then the registration ends, and the scheduler knows."""
+async def hang_with_two_steps(executor: StubExecutor, gateway: StubGateway) -> None:
+    """One request in each of two steps in flight."""
     executor.hangs_after = 0
     await gateway.add(0, build_spec("first", [20], max_tokens=2))
     await gateway.add(1, build_spec("second", [21], max_tokens=2))
     await executor.hangs()
     await until_state(gateway, lambda state: state.lanes[0].num_steps_in_flight == 2)
-    executor.leave()
+
+
+async def until_nothing_is_sent(gateway: StubGateway) -> None:
     await until_state(gateway, lambda state: all(lane.is_draining for lane in state.lanes))
 
 
@@ -47,7 +49,9 @@ async def test_a_failure_that_comes_after_the_end_of_the_registration_is_heard(
     async with StubGateway(server.port) as gateway:
         with structlog.testing.capture_logs() as lines:
             async with StubExecutor(server.port, "fails") as executor:
-                await leave_with_two_steps(executor, gateway)
+                await hang_with_two_steps(executor, gateway)
+                executor.leave()
+                await until_nothing_is_sent(gateway)
                 if has_answered:  # then the second step is the oldest one in flight
                     executor.fails_after = 1
                 executor.fails_with = InternalError("the device is broken")
@@ -63,11 +67,28 @@ async def test_a_failure_that_comes_after_the_end_of_the_registration_is_heard(
     ]
 
 
+async def test_a_step_that_fails_while_its_executor_drains_is_blamed_too(serve: Serve) -> None:
+    server = await serve(max_request_moves=0)
+    async with StubGateway(server.port) as gateway:
+        async with StubExecutor(server.port, "fails") as executor:
+            await hang_with_two_steps(executor, gateway)
+            await executor.drain()
+            await until_nothing_is_sent(gateway)
+            executor.fails_with = InternalError("the device is broken")
+            executor.may_step.set()
+            await gateway.until_ended(0)
+        assert gateway.answers[0].error_reason == "TOO_MANY_MOVES"
+        async with StubExecutor(server.port, "works"):
+            await gateway.until_ended(1)
+    assert gateway.answers[1].tokens == answer_of([21], 2)
+
+
 async def test_an_executor_that_says_no_more_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "LAST_WORDS_S", 0.05)
     server = await serve(max_request_moves=0)
     async with StubGateway(server.port) as gateway, StubExecutor(server.port) as executor:
-        await leave_with_two_steps(executor, gateway)
+        await hang_with_two_steps(executor, gateway)
+        executor.leave()
         answers = await gateway.until_ended(0, 1)
     # It may have died in either step.
     assert {answers[handle].error_reason for handle in range(2)} == {"TOO_MANY_MOVES"}
