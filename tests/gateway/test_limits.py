@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from gateway.calls import trace_context
 from gateway.limits import check_generation
 from holdback.errors import ErrorReason, InvalidArgumentError
-from holdback.types import ModelInfo, SamplingParams
+from holdback.types import ModelInfo, SamplingParams, TraceContext
 from holdback.v1 import inference_pb2, types_pb2
 
 MODEL = ModelInfo(fingerprint="f", name="toy", vocab_size=512, eos_token_ids=(2,), max_model_len=256)
@@ -222,3 +223,9 @@ def test_more_outputs_than_may_come_cannot_be_resumed_from() -> None:
 def test_a_model_of_one_prompt_token_and_one_output_serves_just_that() -> None:
     tiny = dataclasses.replace(MODEL, max_model_len=2)
     assert check_generation(generation()).fit([1], tiny, 64).max_tokens == 1
+
+
+def test_a_trace_header_that_the_scheduler_would_refuse_is_left_out() -> None:
+    longest = "p" * 512
+    assert trace_context(longest, "\u00fc" * 256) == TraceContext(longest, "\u00fc" * 256)
+    assert trace_context(longest + "p", "\u00fc" * 257) == TraceContext("", "")
