@@ -120,6 +120,12 @@ class Pools:
         """At least one pool would serve a request now: one model's trouble does not take the others away."""
         return any(pool.is_ready for pool in self._pools)
 
+    @property
+    def longest_model_len(self) -> int:
+        """`max_model_len` of the longest model; 0 while none is known."""
+        models = (pool.engine.status.model for pool in self._pools)
+        return max((model.max_model_len for model in models if model is not None), default=0)
+
     def select(self, name: str) -> Pool:
         """The pool of a name or alias; the only one for an empty name. Raises NotFoundError."""
         if not name and len(self._pools) == 1:

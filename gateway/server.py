@@ -65,7 +65,8 @@ class GatewayServer:
         self._access = create_access(config.api_keys)
         authentication = Authentication(self._access, lambda: self._generations.counting_refusals())
         self._server = rpc.create_server(
-            [authentication, MalformedRequests()], max_connection_age_s=config.max_connection_age_s
+            [authentication, MalformedRequests(lambda: self.pools.longest_model_len)],
+            max_connection_age_s=config.max_connection_age_s,
         )
         self._tracer = create_tracer(config.process, config.trace_endpoint)
         self._generations = Generations(self.pools)

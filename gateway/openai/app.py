@@ -113,16 +113,11 @@ class Api:
             observation_of(request.scope).caller = caller.name
             self._generations.check_open()
             holder = f"key {caller.name}" if caller.name else _address(request)
-            read = kind.read(await self._bodies.read(request, holder, self._longest_model_len))
+            read = kind.read(await self._bodies.read(request, holder, self._generations.pools.longest_model_len))
         observation = observation_of(request.scope)
         observation.client_request_id = observation.client_request_id or read.request_id or ""
         call = CallContext(trace=_trace(request), caller=caller, is_stream=bool(read.stream))
         return Answer(style, read, call, self._generations, self._counts)
-
-    @property
-    def _longest_model_len(self) -> int:
-        models = (pool.engine.status.model for pool in self._generations.pools)
-        return max((model.max_model_len for model in models if model is not None), default=0)
 
     async def _list_models(self, request: Request) -> Response:
         """Every name that selects a model, aliases included."""
