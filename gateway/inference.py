@@ -93,8 +93,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             check_num_tokens("token_ids", len(request.token_ids))
             model = pool.engine.status.model
             vocab_size = pool.tokenizer.largest_token_id + 1 if model is None else model.vocab_size
-            check_vocabulary("token_ids", request.token_ids, vocab_size)
-            text = await pool.tokenizer.decode(request.token_ids, keep_special_tokens=request.keep_special_tokens)
+            token_ids = list(request.token_ids)  # once, for each walk over the message's own takes as long as this
+            check_vocabulary("token_ids", token_ids, vocab_size)
+            text = await pool.tokenizer.decode(token_ids, keep_special_tokens=request.keep_special_tokens)
             return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802

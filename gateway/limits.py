@@ -139,13 +139,17 @@ def check_input(message: inference_pb2.Generation | inference_pb2.TokenizeReques
 
 def check_prompt(prompt_token_ids: Sequence[int], model: ModelInfo) -> None:
     """The prompt has tokens, leaves room for one more, and the model knows them. Raises InvalidArgumentError."""
-    num_tokens = len(prompt_token_ids)
+    check_prompt_size(len(prompt_token_ids), model)
+    check_vocabulary("token_ids", prompt_token_ids, model.vocab_size)
+
+
+def check_prompt_size(num_tokens: int, model: ModelInfo) -> None:
+    """The first two things that `check_prompt` says. Raises InvalidArgumentError."""
     limit = f"[1, {model.max_model_len - 1}], for max_model_len is {model.max_model_len}"
     if num_tokens == 0:
         raise size_error("prompt", 0, "tokens", limit, ErrorReason.PROMPT_EMPTY)
     if num_tokens >= model.max_model_len:
         raise size_error("prompt", num_tokens, "tokens", limit, ErrorReason.PROMPT_TOO_LONG)
-    check_vocabulary("token_ids", prompt_token_ids, model.vocab_size)
 
 
 def check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) -> None:

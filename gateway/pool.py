@@ -9,6 +9,7 @@ import structlog
 
 from gateway.counts import PoolCounts
 from gateway.engine_client import EngineClient
+from gateway.limits import check_prompt_size
 from gateway.template_workers import WorkerTemplate
 from gateway.tokenizer import Tokenizer
 from holdback import codec
@@ -82,7 +83,10 @@ class Pool:
             messages = [{"role": entry.role, "content": entry.content} for entry in message.chat.messages]
             return await self.tokenizer.encode_rendered(await self.chat_template.render(messages))
         if isinstance(message, inference_pb2.Generation):
-            return list(message.token_ids.token_ids)
+            token_ids, model = message.token_ids.token_ids, self.engine.status.model
+            if model is not None:
+                check_prompt_size(len(token_ids), model)  # to copy millions of them takes longer than others may wait
+            return list(token_ids)
         raise ValueError("a tokenize request without input passed its check")
 
     def describe(self) -> inference_pb2.Model:

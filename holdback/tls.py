@@ -12,6 +12,7 @@ import contextlib
 import pathlib
 import ssl
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -94,35 +95,21 @@ class Tls:
 
     def http_context(self) -> ssl.SSLContext | None:
         """What an HTTP server listens with; None without a certificate. Raises ConfigError as `check`."""
-        first = newest = self._context_of_files()
-        if first is None:
-            return None
-        last_stamp = self.stamp()
+        return None if self.cert is None else _NewestContext.of(self)
 
-        def use_newest_files(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            nonlocal newest, last_stamp
-            stamp = self.stamp()
-            if stamp != last_stamp:
-                # A new one each time: one that has been given files keeps authorities that are no longer in them, and
-                # loses its key to a certificate that came before its own.
-                with contextlib.suppress(ConfigError):  # half written; the next handshake looks again
-                    newest, last_stamp = self._context_of_files(), stamp
-            if newest is not None:
-                connection.context = newest
-
-        first.sni_callback = use_newest_files
-        return first
-
-    def _context_of_files(self) -> ssl.SSLContext | None:
+    def context_of_files(self) -> ssl.SSLContext:
+        """A server's context of the files as they are now, for a `Tls` with `cert`. Raises ConfigError as `check`."""
         self.check()
-        if self.cert is None:
-            return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert or "", self.key)
             if self.client_ca is not None:
                 context.load_verify_locations(self.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+                # A session that is taken up again shows no certificate, and its ticket is renewed each time: one that
+                # has run out meanwhile would be good for ever.
+                context.num_tickets = 0
+                context.options |= ssl.OP_NO_TICKET
         except OSError as error:  # they were well a moment ago
             raise ConfigError(f"tls_cert {self.cert}: {error.strerror}") from None
         return context
@@ -131,6 +118,33 @@ class Tls:
         """Changes when a file does."""
         paths = (self.cert, self.key, self.client_ca, self.ca)
         return tuple(_stamp_of(path) for path in paths if path is not None)
+
+
+class _NewestContext(ssl.SSLContext):
+    """Begins each connection with a context of the newest files, and only looks itself like a context.
+
+    Each generation of files has a new one: one that has been given files keeps authorities that are no longer in them,
+    loses its key to a certificate that came before its own, and takes up sessions that began with other authorities.
+    """
+
+    _tls: Tls
+    _newest: ssl.SSLContext
+    _stamp: Stamp
+
+    @classmethod
+    def of(cls, tls: Tls) -> _NewestContext:
+        """Raises ConfigError as `Tls.check`."""
+        context = cls(ssl.PROTOCOL_TLS_SERVER)
+        context._tls, context._newest, context._stamp = tls, tls.context_of_files(), tls.stamp()
+        return context
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        """What asyncio asks for with each connection."""
+        stamp = self._tls.stamp()
+        if stamp != self._stamp:
+            with contextlib.suppress(ConfigError):  # half written; the next connection looks again
+                self._newest, self._stamp = self._tls.context_of_files(), stamp
+        return self._newest.wrap_bio(*arguments, **options)
 
 
 NO_TLS = Tls()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +137,46 @@ async def test_callers_of_an_authority_that_was_taken_away_are_refused(
     files.trust(new)
     assert await is_served(gateway, server, new_caller)
     assert not await is_served(gateway, server, old_caller)
+
+
+def visit(
+    port: int, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> tuple[ssl.SSLSession | None, bool]:
+    """Asks for something; the session, and whether it was taken up again. Raises OSError when the server refuses."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secure,
+    ):
+        secure.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while chunk := secure.recv(65536):
+            answer += chunk
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise OSError("no answer")
+        return secure.session, bool(secure.session_reused)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_session_that_began_with_an_authority_ends_with_it(
+    make_gateway: Make, scheduler: ScriptedScheduler, files: Files, version: ssl.TLSVersion
+) -> None:
+    server, old, new = files.issue(), trustme.CA(), trustme.CA()
+    files.trust(old)
+    gateway = await make_gateway(
+        scheduler=scheduler.target, http_port=0, tls_client_ca=files.client_ca, **files.settings
+    )
+    context = ssl.create_default_context()
+    context.maximum_version = version
+    server.configure_trust(context)
+    old.issue_cert("a.example").configure_cert(context)
+    port = gateway.http.port
+    session, _ = await asyncio.to_thread(visit, port, context)
+    newer_session, is_resumed = await asyncio.to_thread(visit, port, context, session)
+    assert not is_resumed or version is ssl.TLSVersion.TLSv1_2  # there it ends some time after it began
+    files.trust(new)
+    for known in (session, newer_session, None):
+        with pytest.raises(OSError, match=r"alert|EOF|reset|no answer"):
+            await asyncio.to_thread(visit, port, context, known)
 
 
 def test_a_file_that_goes_away_while_it_is_read_is_named(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

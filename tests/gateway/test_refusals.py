@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.server import GatewayServer
 from holdback import AsyncClient
 from holdback.errors import (
     AlreadyExistsError,
@@ -17,11 +18,18 @@ from holdback.errors import (
     NotFoundError,
 )
 from holdback.types import FinishReason
+from holdback.v1 import inference_pb2
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 from tests.gateway.small_tokenizers import make_tokenizer, save_directory
 from tests.gateway.texts import EOS, collect, ids_of
 
 pytestmark = pytest.mark.loopback
+
+
+async def test_a_prompt_longer_than_the_model_is_refused_before_it_is_copied(gateway: GatewayServer) -> None:
+    prompt = inference_pb2.Generation(token_ids=inference_pb2.TokenIds(token_ids=[5] * 64))
+    with pytest.raises(InvalidArgumentError, match="prompt has 64 tokens"):
+        await gateway.pools.select("toy").tokenize(prompt)
 
 
 @pytest.mark.case("B17")
