@@ -20,6 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from executor_svc.device_thread import DeviceThreads
 from executor_svc.runner import LaunchedStep, NeuronModelRunner
@@ -74,11 +75,12 @@ class Execution:
                     self._take_no_more()
                 elif self._takes_steps:
                     self._submit(request)
-        except HoldbackError as error:
+        except Exception as error:  # of ours, or of what is no message at all
             self._takes_steps = False
             self._threads.launching.post(partial(self._refuse, _as_step_error(error, "the step")))
-        async for _ in requests:
-            pass
+        with contextlib.suppress(DecodeError):
+            async for _ in requests:
+                pass
 
     async def responses(self) -> AsyncIterator[executor_pb2.ExecuteResponse]:
         """What to send, until the end. Raises the error that ended the stream."""

@@ -21,6 +21,7 @@ from functools import partial
 
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.device_thread import DeviceThreads
@@ -37,7 +38,14 @@ from executor_svc.step_traces import StepTraces
 from executor_svc.watchdog import StepWatchdog
 from holdback import rpc
 from holdback.codec import encode_execution_failed
-from holdback.errors import DeadlineExceededError, ErrorReason, FailedPreconditionError, HoldbackError, InternalError
+from holdback.errors import (
+    DeadlineExceededError,
+    ErrorReason,
+    FailedPreconditionError,
+    HoldbackError,
+    InternalError,
+    InvalidArgumentError,
+)
 from holdback.health import STARTUP, HealthServer
 from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
@@ -96,12 +104,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _open(self, requests: AsyncIterator[executor_pb2.ExecuteRequest]) -> tuple[Execution, Lease]:
-        """Checks the first message of a stream. Raises FailedPreconditionError or DeadlineExceededError."""
+        """Checks the first message of a stream. Raises HoldbackError."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 request = await anext(requests, executor_pb2.ExecuteRequest())
         except TimeoutError:
             raise DeadlineExceededError(f"no open within {OPEN_TIMEOUT_S:g} s") from None
+        except DecodeError as error:
+            raise InvalidArgumentError(f"the first message cannot be read: {error}") from None
         if request.WhichOneof("request") != "open":
             raise FailedPreconditionError("the first message is not open", reason=ErrorReason.LEASE_MISMATCH)
         major = request.open.protocol_version.major

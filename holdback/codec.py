@@ -192,7 +192,7 @@ class StepDecoder:
 
     def _decode_cached(self, message: executor_pb2.CachedRequestsData, phase: Phase | None) -> CachedRequestsData:
         if message.same_as_last_decode:
-            cached = self._advance_last_decode()
+            cached = self._advance_last_decode(message)
         else:
             cached = self._decode_rows(message)
         _add_blocks(cached, message)
@@ -200,10 +200,12 @@ class StepDecoder:
             self._last_decode = cached
         return cached
 
-    def _advance_last_decode(self) -> CachedRequestsData:
+    def _advance_last_decode(self, message: executor_pb2.CachedRequestsData) -> CachedRequestsData:
         last = self._last_decode
         if last is None:
             raise InvalidArgumentError.of("cached_requests.same_as_last_decode", True, "false before the first decode")
+        if message.handles or message.num_computed_tokens:
+            raise InvalidArgumentError.of("cached_requests.same_as_last_decode", True, "false beside handles or counts")
         counts = [count + 1 for count in last.num_computed_tokens]
         return CachedRequestsData(last.req_ids, counts, [None] * len(counts))
 
@@ -221,13 +223,14 @@ class StepDecoder:
         return CachedRequestsData(req_ids, counts, [None] * len(req_ids))
 
     def _add_counts(self, output: SchedulerOutput, rows: list[str], message: executor_pb2.SchedulerOutput) -> None:
+        num_counts = 0 if output.phase is Phase.DECODE else len(rows)
+        for field in ("num_scheduled_tokens", "num_scheduled_tokens_padded"):
+            found = len(getattr(message, field))
+            if found != num_counts:
+                raise InvalidArgumentError.of(field, found, f"{num_counts} entries")
         if output.phase is Phase.DECODE:
             output.num_scheduled_tokens = dict.fromkeys(rows, 1)
             output.num_scheduled_tokens_padded = output.num_scheduled_tokens
-        elif not len(rows) == len(message.num_scheduled_tokens) == len(message.num_scheduled_tokens_padded):
-            raise InvalidArgumentError.of(
-                "num_scheduled_tokens", len(message.num_scheduled_tokens), f"{len(rows)} entries"
-            )
         else:
             output.num_scheduled_tokens = dict(zip(rows, message.num_scheduled_tokens, strict=True))
             output.num_scheduled_tokens_padded = dict(zip(rows, message.num_scheduled_tokens_padded, strict=True))

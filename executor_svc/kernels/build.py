@@ -124,5 +124,6 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]}: {error}") from error
     if done.returncode != 0:
-        raise BuildError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[:300]}")
+        said = done.stderr.strip()[:300] or "it said nothing"
+        raise BuildError(f"{command[0]} ended with {done.returncode}: {said}")
     return done.stdout

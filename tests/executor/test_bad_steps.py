@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
+import grpc.aio
 import pytest
 
+from holdback import rpc
 from holdback.codec import StepEncoder
 from holdback.errors import ErrorReason, FailedPreconditionError, HoldbackError, InternalError
 from holdback.v1 import executor_pb2, types_pb2
@@ -81,11 +84,12 @@ OF_A_NEW_REQUEST = [
     (changed("step", 0), "step is 0; allowed: 1, the next one"),
     (changed("step", 2), "step is 2; allowed: 1, the next one"),
     (changed("step", 2**64 - 1), "step is 18446744073709551615; allowed: 1, the next one"),
-    (changed("phase", types_pb2.PHASE_DECODE), "phase of 'b#1' is decode; allowed: prefill"),
+    (changed("phase", types_pb2.PHASE_DECODE), "num_scheduled_tokens is 1; allowed: 0 entries"),
     (changed("phase", types_pb2.PHASE_UNSPECIFIED), "phase is none; allowed: prefill or decode"),
     (added("finished_handles", 7), "finished_handles is 7; allowed: a handle that was told and has not finished"),
     (added("finished_handles", 0, 0), "finished_handles is 0; allowed: a handle that was told and has not finished"),
     (added("num_scheduled_tokens", 1), "num_scheduled_tokens is 2; allowed: 1 entries"),
+    (added("num_scheduled_tokens_padded", 4), "num_scheduled_tokens_padded is 2; allowed: 1 entries"),
     (in_new("handle", 0), "new_requests.handle is 0; allowed: 1, the next one"),
     (in_new("slot", 0), "slot is 0; allowed: one that no running request has"),
     (in_new("slot", 4), "slot is 4; allowed: [0, 4)"),
@@ -112,6 +116,8 @@ OF_A_DECODE = [
     (in_cached("new_block_ids", 5), "cached_requests.new_block_ids is 1; allowed: 0 entries"),
     (same_again, "cached_requests.same_as_last_decode is True; allowed: false before the first decode"),
     (changed("phase", types_pb2.PHASE_PREFILL), "num_scheduled_tokens is 0; allowed: 1 entries"),
+    (added("num_scheduled_tokens", 1), "num_scheduled_tokens is 1; allowed: 0 entries"),
+    (added("num_scheduled_tokens_padded", 1), "num_scheduled_tokens_padded is 1; allowed: 0 entries"),
 ]
 
 
@@ -163,6 +169,45 @@ async def test_a_second_open_ends_the_stream(scheduler: StubScheduler) -> None:
             await drive.call.write(executor_pb2.ExecuteRequest(open=executor_pb2.OpenExecution(lease=info.lease)))
             with pytest.raises(InternalError, match="the step: request is 'open'; allowed: step, after the one open"):
                 await drive.next()
+
+
+NO_MESSAGE = b"\xff\xff\xff\xff"
+
+
+async def test_bytes_that_are_no_message_end_the_stream_behind_what_is_right(
+    scheduler: StubScheduler, steps: Steps
+) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        step = StepEncoder().encode(steps.new("r", PROMPT))
+        opening = executor_pb2.OpenExecution(lease=info.lease, protocol_version=info.protocol_version)
+        good = executor_pb2.ExecuteRequest(open=opening), executor_pb2.ExecuteRequest(step=step)
+        async with rpc.create_channel(f"127.0.0.1:{info.port}") as channel:
+            call = open_execute(channel)
+            for content in (*map(executor_pb2.ExecuteRequest.SerializeToString, good), NO_MESSAGE):
+                await call.write(content)
+            answers = [executor_pb2.ExecuteResponse.FromString(await call.read()) for _ in range(3)]
+            assert [answer.WhichOneof("response") for answer in answers] == ["accepted", "output", "failed"]
+            assert "the step: DecodeError: " in answers[-1].failed.message
+        last = (await scheduler.registrations.get()).info
+        async with Drive(last) as drive:
+            await drive.accepted()
+            assert await drive.run(Steps().new("r", PROMPT)) == ANSWER[:1]
+
+
+async def test_bytes_that_are_no_message_open_nothing(scheduler: StubScheduler) -> None:
+    async with running(scheduler.target, build_device()):
+        info = (await scheduler.registrations.get()).info
+        async with rpc.create_channel(f"127.0.0.1:{info.port}") as channel:
+            call = open_execute(channel)
+            await call.write(NO_MESSAGE)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "the first message cannot be read" in await call.details()
+
+
+def open_execute(channel: grpc.aio.Channel) -> Any:
+    """`Execute`, in bytes both ways."""
+    return channel.stream_stream("/holdback.v1.ExecutorService/Execute")()
 
 
 async def test_a_message_of_a_newer_scheduler_is_passed_over(scheduler: StubScheduler, steps: Steps) -> None:
