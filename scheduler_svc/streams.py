@@ -7,8 +7,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from holdback.errors import ErrorReason, FailedPreconditionError, UnavailableError
+from holdback.errors import ErrorReason, FailedPreconditionError, InvalidArgumentError, UnavailableError
 from holdback.types import PROTOCOL_VERSION
 from holdback.v1 import types_pb2
 
@@ -21,6 +22,7 @@ async def read(context: grpc.aio.ServicerContext[Request, Response], timeout_s: 
 
     Raises:
         UnavailableError: nothing came in `timeout_s` (PEER_SILENT).
+        InvalidArgumentError: what came is no message.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -29,6 +31,8 @@ async def read(context: grpc.aio.ServicerContext[Request, Response], timeout_s: 
         raise UnavailableError(
             f"the peer was silent for {timeout_s:g} s, which is the limit", reason=ErrorReason.PEER_SILENT
         ) from None
+    except DecodeError as error:
+        raise InvalidArgumentError(f"a message cannot be read: {error}") from None
     return None if request is grpc.aio.EOF else request
 
 

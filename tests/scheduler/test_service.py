@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
@@ -47,6 +48,18 @@ async def test_a_request_goes_through_scheduler_and_executor(serve: Serve) -> No
     assert answers[7].tokens == answer_of(PROMPT, 5)
     assert answers[7].finish_reason == "length"
     assert answers[7].started[0].executor_id == "executor-0"
+
+
+@pytest.mark.parametrize("method", ["Register", "Connect"])
+async def test_bytes_that_are_no_message_end_their_stream_with_a_sentence(serve: Serve, method: str) -> None:
+    server = await serve()
+    with capture_logs() as logs:
+        async with rpc.create_channel(f"127.0.0.1:{server.port}") as channel:
+            call: Any = channel.stream_stream(f"/holdback.v1.SchedulerService/{method}")()
+            await call.write(b"\xff\xff\xff\xff")
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "a message cannot be read" in await call.details()
+    assert not [line for line in logs if line["log_level"] == "error"]
 
 
 @pytest.mark.case("B59")
