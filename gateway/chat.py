@@ -90,7 +90,12 @@ def _join_bounded(pieces: Any) -> str:
         if num_chars > MAX_RENDERED_CHARS:
             raise template_failed(f"the template writes more than {MAX_RENDERED_CHARS} characters")
         taken.append(piece)
-    return "".join(taken)
+    text = "".join(taken)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise template_failed("the template writes half of a surrogate pair, which is no character") from None
+    return text
 
 
 def template_failed(why: str) -> InvalidArgumentError:

@@ -59,13 +59,16 @@ class ErrorReason(enum.Enum):
 
 
 class HoldbackError(Exception):
-    """Base of all. `message` is for people; `reason` is for programs."""
+    """Base of all. `message` is for people; `reason` is for programs.
+
+    Texts of an error may come from anywhere; what UTF-8 cannot write of them is escaped, so that they can be sent.
+    """
 
     default_reason: ClassVar[ErrorReason] = ErrorReason.INTERNAL
 
     def __init__(self, message: str, *, reason: ErrorReason | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _escape(message)
+        super().__init__(self.message)
         self.reason = reason if reason is not None else self.default_reason
 
 
@@ -88,9 +91,9 @@ class InvalidArgumentError(HoldbackError):
         self, message: str, *, field: str = "", value: str = "", limit: str = "", reason: ErrorReason | None = None
     ) -> None:
         super().__init__(message, reason=reason)
-        self.field = field
-        self.value = value
-        self.limit = limit
+        self.field = _escape(field)
+        self.value = _escape(value)
+        self.limit = _escape(limit)
 
     @classmethod
     def of(cls, field: str, value: object, limit: str, *, reason: ErrorReason | None = None) -> InvalidArgumentError:
@@ -143,3 +146,8 @@ class RequestAbortedError(HoldbackError):
 
 class InternalError(HoldbackError):
     default_reason = ErrorReason.INTERNAL
+
+
+def _escape(text: str) -> str:
+    """The halves of surrogate pairs that stand alone, as their escapes."""
+    return text.encode(errors="backslashreplace").decode()

@@ -42,7 +42,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 MAX_PENDING_CALLS = 100_000
 ERROR_DOMAIN = "holdback"
-MAX_STATUS_MESSAGE_CHARS = 1000  # statuses travel as HTTP/2 headers, which peers bound at 8 KiB
+MAX_STATUS_MESSAGE_BYTES = 1000  # statuses travel as HTTP/2 headers, which peers bound at 8 KiB
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 LOST_STATUS = "Internal error from Core"
 """What grpc.aio says, as INTERNAL, of a stream that ended while a message was written to it. It keeps no reason."""
@@ -276,6 +276,7 @@ def _build(
 
 
 def _shorten(message: str) -> str:
-    if len(message) <= MAX_STATUS_MESSAGE_CHARS:
+    content = message.encode()
+    if len(content) <= MAX_STATUS_MESSAGE_BYTES:
         return message
-    return message[: MAX_STATUS_MESSAGE_CHARS - 3] + "..."
+    return content[: MAX_STATUS_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."

@@ -84,7 +84,12 @@ async def test_a_bos_is_added_once(
 @pytest.mark.case("B51")
 @pytest.mark.parametrize(
     ("template", "words"),
-    [("{{ raise_exception('no system role') }}", "no system role"), (None, "chat template")],
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ raise_exception('half \\ud83d') }}", r"half \ud83d"),
+        ("{{ 'half \\ud83d' }}", "half of a surrogate pair"),
+        (None, "chat template"),
+    ],
 )
 async def test_what_a_template_refuses_is_a_400_in_its_words(
     template: str | None,

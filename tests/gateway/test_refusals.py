@@ -93,14 +93,22 @@ async def test_a_prompt_one_below_the_limit_gets_one_token(client: AsyncClient, 
 
 
 @pytest.mark.case("B51")
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        ("raise_exception('no system role here')", "no system role here"),
+        ("raise_exception('half \\ud83d')", r"half \\ud83d"),
+        ("'half \\ud83d'", "half of a surrogate pair"),
+    ],
+)
 async def test_a_template_that_refuses_reaches_no_scheduler(
-    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler, tmp_path: pathlib.Path
+    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler, tmp_path: pathlib.Path, refusal: str, words: str
 ) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
+    template = "{% if messages[0].role == 'system' %}{{ " + refusal + " }}{% endif %}x"
     directory = save_directory(tmp_path / "strict", make_tokenizer("byte_level"), chat_template=template)
     gateway = await make_gateway(scheduler=scheduler.target, tokenizer=directory)
     async with AsyncClient(f"127.0.0.1:{gateway.port}", timeout_s=60) as client:
-        with pytest.raises(InvalidArgumentError, match="no system role here") as caught:
+        with pytest.raises(InvalidArgumentError, match=words) as caught:
             await client.generate(messages=[{"role": "system", "content": "x"}])
         assert caught.value.reason is ErrorReason.CHAT_TEMPLATE_FAILED
         assert scheduler.adds.empty()

@@ -44,6 +44,19 @@ def test_an_error_on_a_shared_stream_comes_back_as_it_was(cls):
     assert rpc.STATUS_CODES[type(back)] is rpc.STATUS_CODES[cls]
 
 
+@pytest.mark.parametrize("cls", CONCRETE)
+def test_an_error_with_what_utf_8_cannot_write_is_sent_with_its_escape(cls):
+    error = cls("half \ud83d")
+    assert (rpc.encode_status(error).message, rpc.encode_error(error).message) == (r"half \ud83d",) * 2
+
+
+def test_no_part_of_a_wrong_field_keeps_an_error_from_being_sent():
+    error = InvalidArgumentError("m", field="f\udfff", value="v\ud800", limit="l\udc00")
+    assert rpc.encode_status(error).code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    back = rpc.decode_error(rpc.encode_error(error))
+    assert (back.field, back.value, back.limit) == (r"f\udfff", r"v\ud800", r"l\udc00")
+
+
 @pytest.mark.parametrize("details", [b"\xff", b"\x1a\x02\x0a\xff"])
 def test_details_that_are_none_leave_the_class_of_the_code(details):
     trailing = grpc.aio.Metadata((rpc.STATUS_DETAILS_KEY, details))
@@ -111,9 +124,11 @@ async def test_a_stream_whose_status_grpc_lost_counts_as_broken_not_as_a_fault_o
 
 
 @pytest.mark.loopback
-async def test_a_message_longer_than_a_header_may_be_is_cut_and_arrives():
-    failure = await call(errors.InternalError("x" * 100_000))
-    assert len(failure.details()) == rpc.MAX_STATUS_MESSAGE_CHARS
+@pytest.mark.parametrize("character", ["x", "\U0001f600"])
+async def test_a_message_longer_than_a_header_may_be_is_cut_and_arrives(character):
+    failure = await call(InvalidArgumentError(character * 100_000))
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert rpc.MAX_STATUS_MESSAGE_BYTES - 4 < len(failure.details().encode()) <= rpc.MAX_STATUS_MESSAGE_BYTES
 
 
 class Silent(grpc.GenericRpcHandler):
