@@ -54,6 +54,7 @@ def test_no_part_of_a_wrong_field_keeps_an_error_from_being_sent():
     error = InvalidArgumentError("m", field="f\udfff", value="v\ud800", limit="l\udc00")
     assert rpc.encode_status(error).code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     back = rpc.decode_error(rpc.encode_error(error))
+    assert isinstance(back, InvalidArgumentError)
     assert (back.field, back.value, back.limit) == (r"f\udfff", r"v\ud800", r"l\udc00")
 
 
