@@ -4,7 +4,8 @@ A template is a program of the model's author that works on a client's text. In 
 nobody else's tokens, cannot be given time without end, and has a limit of memory. Processes start when they are
 needed, the first one with `start`.
 
-What is not covered: a conversation waits while all processes render others, each for at most the time that it may take.
+What is not covered: a conversation waits while all processes render others, each for at most the time that it may take;
+the shorter goes first (`turns`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 import structlog
 
-from gateway.backlog import Backlog
 from gateway.chat import check_messages, template_error, template_failed
 from gateway.template_process import HEADER, pack
+from gateway.turns import TurnLimits, Turns
 from holdback.errors import ConfigError, InternalError
 from holdback.parent import PARENT_VARIABLE
 
@@ -31,7 +32,10 @@ log = structlog.get_logger(__name__)
 NUM_WORKERS = 2
 START_TIMEOUT_S = 60.0
 MEMORY_BYTES = 1024**3
-MAX_WAITING_CHARS = 64 * 1024 * 1024
+TURN_LIMITS = TurnLimits(NUM_WORKERS, max_chars=64 * 1024 * 1024, patience_s=30.0, largest_chars=8 * 1024 * 1024)
+MESSAGE_CHARS = 256
+"""What each message counts beside its text."""
+
 ENVIRONMENT = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "TZ")
 """All of the gateway's environment that a template's process gets: nothing in it is secret."""
 
@@ -70,9 +74,7 @@ class TemplateWorkers:
         self._timeout_s = timeout_s
         self._sources: list[TemplateSource] = []
         self._idle: list[_Worker] = []
-        self._busy: set[asyncio.Task[str]] = set()
-        self._free = asyncio.Semaphore(NUM_WORKERS)
-        self._waiting = Backlog("rendered by a chat template", MAX_WAITING_CHARS)
+        self._turns = Turns("rendered by a chat template", TURN_LIMITS)
 
     def add(self, source: TemplateSource) -> WorkerTemplate:
         """Makes a template known; before `start`."""
@@ -90,29 +92,17 @@ class TemplateWorkers:
             InvalidArgumentError: the template does not give one in time.
             ResourceExhaustedError: too much text waits already.
         """
-        with self._waiting.holding(sum(len(message["content"]) for message in messages)):
-            return await self._render_in_turn(number, messages)
-
-    async def _render_in_turn(self, number: int, messages: Sequence[Mapping[str, Any]]) -> str:
-        await self._free.acquire()
+        num_chars = sum(MESSAGE_CHARS + sum(map(len, message.values())) for message in messages)
         # Who gives up does not leave an answer behind that the next would read: the exchange goes on without it, and
         # its process counts as taken until then.
-        task = asyncio.create_task(self._render(number, messages))
-        self._busy.add(task)
-        task.add_done_callback(self._let_go)
-        return await asyncio.shield(task)
-
-    def _let_go(self, task: asyncio.Task[str]) -> None:
-        self._busy.discard(task)
-        self._free.release()
-        if not task.cancelled():
-            task.exception()  # where nobody waits any more
+        return await self._turns.run(num_chars, lambda: asyncio.create_task(self._render(number, messages)))
 
     async def close(self) -> None:
         """Ends all processes."""
-        for task in self._busy:
-            task.cancel()
-        await asyncio.gather(*self._busy, return_exceptions=True)
+        while under_way := list(self._turns.under_way):  # what waited has their places then
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
         while self._idle:
             await self._idle.pop().end()
 

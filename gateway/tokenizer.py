@@ -4,7 +4,8 @@ Special tokens are added once. A prompt of plain text gets what the model's toke
 nothing); if the text itself begins with the BOS string, that one counts and no second is added. A rendered chat gets
 none, for its template wrote them. As in transformers, `add_bos_token` beside a tokenizer.json means nothing.
 
-What is long has threads of its own, so that what is short never waits behind it; what is long may wait for its like.
+Short, middling and long texts have threads of their own, so that none waits behind a longer kind; among its like, what
+is shorter goes first (`turns`).
 """
 
 from __future__ import annotations
@@ -15,25 +16,48 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import tokenizers
 
-from gateway.backlog import Backlog
 from gateway.detokenizer import TokenTable, decode
+from gateway.turns import TurnLimits, Turns
 from holdback.errors import ConfigError
 from holdback.types import ModelInfo
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_THREADS = 4
-LONG_TEXT_CHARS = 64 * 1024
-LONG_NUM_TOKENS = 16 * 1024
-"""What takes more than some tens of milliseconds."""
+CHARS_PER_TOKEN = 4
+"""What a token to decode counts, by its memory and that of its text."""
 
-MAX_LONG_CHARS = 64 * 1024 * 1024
-"""Of long texts that wait: about a minute's work for one thread."""
+MEBI = 1024 * 1024
 
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Texts of one kind, with threads of their own.
+
+    Attributes:
+        max_text_chars: the longest text.
+        max_num_tokens: the most tokens to decode, which take about as long.
+        max_chars: of all that waits for its turn.
+        patience_s: how long the longest text lets shorter ones go before it.
+    """
+
+    max_text_chars: int
+    max_num_tokens: int
+    max_chars: int
+    patience_s: float
+
+
+LANES = (
+    Lane(4 * 1024, 16 * 1024, 8 * MEBI, patience_s=10.0),
+    Lane(64 * 1024, 128 * 1024, 32 * MEBI, patience_s=30.0),
+    Lane(8 * MEBI, 2 * MEBI, 64 * MEBI, patience_s=60.0),
+)
+"""The longest of each take about 10 ms, 0.1 s and 10 s, all that may wait of one kind about a minute of one thread."""
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -57,9 +81,8 @@ class Tokenizer:
         config = files["tokenizer_config.json"]
         self._backend = backend
         num_threads = min(MAX_THREADS, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-        self._long_texts = Backlog("tokenized", MAX_LONG_CHARS)
-        self._long_threads = ThreadPoolExecutor(max(1, num_threads // 2), thread_name_prefix="tokenizer-long")
+        *shorter, longest = LANES
+        self._queues = [_Queue(lane, num_threads) for lane in shorter] + [_Queue(longest, max(1, num_threads // 2))]
         backend.no_truncation()
         backend.no_padding()
         self.table = TokenTable(backend)
@@ -93,7 +116,7 @@ class Tokenizer:
         """Token ids of plain text, the model's special tokens added once.
 
         Raises:
-            ResourceExhaustedError: too much long text waits already.
+            ResourceExhaustedError: too much text of this kind waits already.
         """
         token_ids = await self.encode_rendered(text)
         prefix = self._prefix
@@ -103,18 +126,17 @@ class Tokenizer:
 
     async def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that already has its special tokens, as a chat template writes it. Raises as `encode`."""
-        if len(text) <= LONG_TEXT_CHARS:
-            return await _run(self._threads, partial(self._encode, text))
-        with self._long_texts.holding(len(text)):
-            return await _run(self._long_threads, partial(self._encode, text))
+        queue = next((queue for queue in self._queues if len(text) <= queue.lane.max_text_chars), self._queues[-1])
+        return await queue.run(len(text), partial(self._encode, text))
 
     async def decode(
         self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, whole_only: bool = False
     ) -> str:
-        """Text of token ids, as `detokenizer.decode` says."""
-        threads = self._long_threads if len(token_ids) > LONG_NUM_TOKENS else self._threads
+        """Text of token ids, as `detokenizer.decode` says. Raises as `encode`."""
+        num_tokens = len(token_ids)
+        queue = next((queue for queue in self._queues if num_tokens <= queue.lane.max_num_tokens), self._queues[-1])
         work = partial(decode, self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
-        return await _run(threads, work)
+        return await queue.run(num_tokens * CHARS_PER_TOKEN, work)
 
     def mismatch(self, model: ModelInfo) -> str | None:
         """Why this tokenizer cannot serve the model, with the numbers; None if it can.
@@ -138,8 +160,8 @@ class Tokenizer:
         return None
 
     def close(self) -> None:
-        for threads in (self._threads, self._long_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for queue in self._queues:
+            queue.close()
 
     def _encode(self, text: str) -> list[int]:
         # `encode` of one text holds Python's lock for as long as it takes, seconds for a megabyte; this does not.
@@ -157,8 +179,21 @@ class Tokenizer:
         return token_ids[: own[0]], token_ids[own[-1] + 1 :]
 
 
-async def _run(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(threads, work)
+class _Queue:
+    """The threads of one lane, and what waits for them."""
+
+    def __init__(self, lane: Lane, num_threads: int) -> None:
+        self.lane = lane
+        limits = TurnLimits(num_threads, lane.max_chars, lane.patience_s, largest_chars=lane.max_text_chars)
+        self._turns = Turns("tokenized", limits)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tokenizer-{lane.max_text_chars}")
+
+    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
+        """The result of `work`, in a thread when its turn has come."""
+        return await self._turns.run(num_chars, lambda: asyncio.get_running_loop().run_in_executor(self._threads, work))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

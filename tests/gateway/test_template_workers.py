@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import resource
 import signal
@@ -165,20 +166,25 @@ async def test_clients_that_leave_start_no_more_processes_than_there_may_be(star
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-    assert len(workers._busy) <= NUM_WORKERS
+    assert len(workers._turns.under_way) <= NUM_WORKERS
     assert await template.render(USER) == "h\u00e9"
-    assert len(workers._busy) + len(workers._idle) <= NUM_WORKERS
+    assert len(workers._turns.under_way) + len(workers._idle) <= NUM_WORKERS
 
 
 async def test_more_text_than_may_wait_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_workers, "MAX_WAITING_CHARS", 10)
+    limits = dataclasses.replace(template_workers.TURN_LIMITS, num_places=1, max_chars=1099)
+    monkeypatch.setattr(template_workers, "TURN_LIMITS", limits)
     _, [template] = await start("{{ messages[0].content }}")
     under_way = asyncio.create_task(template.render([{"role": "user", "content": "a" * 8}]))
     await asyncio.sleep(0)
-    with pytest.raises(ResourceExhaustedError, match="8 characters wait to be rendered by a chat template and 3 would"):
-        await template.render([{"role": "user", "content": "bbb"}])
+    # Beside the text of both, 256 for each message and each conversation, whose template may write without end.
+    expected = "524 characters wait to be rendered by a chat template and 777 would be added; allowed: 1099"
+    with pytest.raises(ResourceExhaustedError, match=expected):
+        await template.render([{"role": "", "content": ""}, {"role": "user", "content": "bbbbb"}])
+    with pytest.raises(ResourceExhaustedError, match="allowed: 1099"):
+        await template.render([{"role": "r" * 64, "content": ""}])
     assert await under_way == "a" * 8
-    assert await template.render([{"role": "user", "content": "c" * 30}]) == "c" * 30
+    assert await template.render([{"role": "user", "content": "c" * 3000}]) == "c" * 3000
 
 
 async def test_a_process_that_died_while_it_waited_fails_nobody(start: Start) -> None:

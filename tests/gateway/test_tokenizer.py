@@ -14,7 +14,7 @@ import pytest
 import transformers
 from tokenizers import processors
 
-from gateway.tokenizer import MAX_THREADS, Tokenizer
+from gateway.tokenizer import LANES, MAX_THREADS, Tokenizer
 from holdback.errors import ConfigError, ResourceExhaustedError
 from holdback.types import ModelInfo
 from tests.gateway.small_tokenizers import KINDS, byte_ids, make_tokenizer, save_directory, with_bos
@@ -162,41 +162,81 @@ async def test_a_long_text_does_not_hold_the_event_loop(tmp_path: pathlib.Path) 
     assert num_rounds > 100  # thousands; a handful where the loop waits for the interpreter's lock
 
 
+@pytest.mark.parametrize(("size", "num_tokens"), [(65_000, 20_000), (100_000, 200_000)])
 async def test_what_is_short_does_not_wait_for_long_texts_of_others(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int, num_tokens: int
 ) -> None:
     tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
     may_go_on = threading.Event()
 
     def encode(text: str) -> list[int]:
-        assert len(text) == 2 or may_go_on.wait(30)
+        assert len(text) <= 4096 or may_go_on.wait(30)
         return [len(text)]
 
     monkeypatch.setattr(tokenizer, "_encode", encode)
-    others = [asyncio.create_task(tokenizer.encode("x" * 100_000)) for _ in range(2 * MAX_THREADS)]
-    long_answer = asyncio.create_task(tokenizer.decode([5] * 20_000))
+    others = [asyncio.create_task(tokenizer.encode("x" * size)) for _ in range(2 * MAX_THREADS)]
+    long_answer = asyncio.create_task(tokenizer.decode([5] * num_tokens))
     try:
-        assert await asyncio.wait_for(tokenizer.encode("hi"), 10) == [2]
+        assert await asyncio.wait_for(tokenizer.encode("x" * 4096), 10) == [4096]
         assert await asyncio.wait_for(tokenizer.decode(byte_ids(make_tokenizer("byte_level"), b"hi")), 10) == "hi"
         assert not long_answer.done()
     finally:
         may_go_on.set()
-    assert await asyncio.gather(*others) == [[100_000]] * len(others)
+    assert await asyncio.gather(*others) == [[size]] * len(others)
     await long_answer
     tokenizer.close()
 
 
-async def test_more_long_text_than_may_wait_is_refused_and_the_rest_is_served(
+@pytest.mark.parametrize("size", [4096, 65_000, 100_000])
+async def test_the_shorter_of_two_goes_first_though_many_longer_ones_of_its_kind_came_before(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("gateway.tokenizer.MAX_THREADS", 1)
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    may_go_on = threading.Event()
+    begun: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        begun.append(len(text))
+        assert may_go_on.wait(30)
+        return []
+
+    monkeypatch.setattr(tokenizer, "_encode", encode)
+    waiting = [asyncio.create_task(tokenizer.encode("x" * size)) for _ in range(50)]
+    waiting.append(asyncio.create_task(tokenizer.encode("x" * (size - 1000))))
+    await asyncio.sleep(0)
+    may_go_on.set()
+    await asyncio.gather(*waiting)
+    assert begun == [size, size - 1000, *[size] * 49]
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("size", [4000, 50_000, 100_000])
+async def test_more_text_than_may_wait_is_refused_and_the_rest_is_served(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    held = [size + 256, 2 * size + 512]
+    monkeypatch.setattr("gateway.tokenizer.MAX_THREADS", 1)
+    limited = [dataclasses.replace(lane, max_chars=held[1] + 300) for lane in LANES]
+    monkeypatch.setattr("gateway.tokenizer.LANES", limited)
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    waiting = [asyncio.create_task(tokenizer.encode("\n" * size)) for _ in range(2)]
+    await asyncio.sleep(0)
+    expected = f"{held[1]} characters wait to be tokenized and {held[0]} would be added; allowed: {held[1] + 300}"
+    with pytest.raises(ResourceExhaustedError, match=expected):
+        await tokenizer.encode("\n" * size)
+    with pytest.raises(ResourceExhaustedError, match="would be added"):
+        await tokenizer.decode([5] * ({4000: 16, 50_000: 128, 100_000: 1024}[size] * 1024))
+    other = "\n" if size > 4096 else "\n" * 5000
+    assert len(await tokenizer.encode(other)) == len(other)
+    assert [len(token_ids) for token_ids in await asyncio.gather(*waiting)] == [size, size]
+    tokenizer.close()
+
+
+async def test_a_text_alone_may_have_more_than_may_wait(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.tokenizer.MAX_LONG_CHARS", 250_000)
+    monkeypatch.setattr("gateway.tokenizer.LANES", [dataclasses.replace(lane, max_chars=1000) for lane in LANES])
     tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
-    waiting = [asyncio.create_task(tokenizer.encode("\n" * 100_000)) for _ in range(2)]
-    await asyncio.sleep(0)
-    expected = "200000 characters wait to be tokenized and 100000 would be added; allowed: 250000 at once"
-    with pytest.raises(ResourceExhaustedError, match=expected):
-        await tokenizer.encode("\n" * 100_000)
-    assert len(await tokenizer.encode("\n")) == 1
-    assert [len(token_ids) for token_ids in await asyncio.gather(*waiting)] == [100_000, 100_000]
-    assert len(await tokenizer.encode("\n" * 300_000)) == 300_000  # alone it may be any length
+    assert len(await tokenizer.encode("\n" * 300_000)) == 300_000
     tokenizer.close()
