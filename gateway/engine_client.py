@@ -30,7 +30,7 @@ from gateway.scheduler_messages import (
     read_response,
     read_tokens,
 )
-from gateway.submission import Ended, EndRule, OutOfOrderError, Submission
+from gateway.submission import Ended, EndRule, OutOfOrderError, Shared, Submission
 from holdback import codec, rpc
 from holdback.errors import (
     AlreadyExistsError,
@@ -75,7 +75,7 @@ class EngineClient:
         Args:
             target: address of the scheduler, which no client is told.
             model_name: what clients are told instead.
-            session: random name of this gateway process, 16 to 64 bytes.
+            session: random name of this client, 16 to 64 bytes; the scheduler keeps one stream for each.
             gateway_id: name for people, at most 128 bytes.
             loss_timeout_s: how long requests wait for a scheduler that cannot be reached.
             silence_timeout_s: after which a stream on which nothing comes, not even a heartbeat, is lost.
@@ -151,6 +151,7 @@ class EngineClient:
         model: ModelInfo,
         wakeup: asyncio.Event | None = None,
         times: RequestTimes | None = None,
+        shared: Shared | None = None,
     ) -> Submission:
         """Submits a request; it is sent when there is a stream.
 
@@ -159,6 +160,7 @@ class EngineClient:
             model: that the request was checked against.
             wakeup: to be told of updates by; one of its own if None.
             times: told of what happens to the request.
+            shared: with other choices; None for a request that is alone.
 
         Raises:
             AlreadyExistsError: a request of that id is alive.
@@ -171,11 +173,12 @@ class EngineClient:
         submission = Submission(
             spec=spec,
             model_fingerprint=model.fingerprint,
-            end_rule=EndRule.of(spec, model.eos_token_ids),
+            end_rule=EndRule.of(spec, model.eos_token_ids) if shared is None else shared.end_rule,
             clock=asyncio.get_running_loop().time,
             wakeup=asyncio.Event() if wakeup is None else wakeup,
             on_close=self._close_submission,
             times=times,
+            shared=shared,
         )
         self._open[spec.request_id] = submission
         if self._is_live:
@@ -289,11 +292,14 @@ class EngineClient:
         submission.was_sent = True
         submission.handle = next(self._handles)
         self._by_handle[submission.handle] = submission
-        add = scheduler_pb2.AddRequest(handle=submission.handle, spec=codec.encode_spec(spec))
+        request = scheduler_pb2.ConnectRequest()
+        request.add.handle = submission.handle
+        shared = codec.encode_shared(spec) if submission.shared is None else submission.shared.spec
+        codec.fill_spec(request.add.spec, spec, shared)
         if is_resubmission:
-            add.resubmission.has_started = submission.has_started
-            add.resubmission.age_ms = round(submission.age_s * 1000)
-        self._put(scheduler_pb2.ConnectRequest(add=add))
+            request.add.resubmission.has_started = submission.has_started
+            request.add.resubmission.age_ms = round(submission.age_s * 1000)
+        self._put(request)
 
     def _on_updates(self, updates: scheduler_pb2.RequestUpdates) -> None:
         for started in updates.started:

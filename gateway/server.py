@@ -85,8 +85,7 @@ class GatewayServer:
             ConfigError: a tokenizer directory is none, a name is taken twice, or a port is in use.
         """
         self.health_port = await self._health.start()
-        session = secrets.token_hex(SESSION_BYTES)
-        self.pools = Pools([await self._load_pool(pool, session) for pool in self._config.all_pools()])
+        self.pools = Pools([await self._load_pool(pool) for pool in self._config.all_pools()])
         self._generations = Generations(self.pools, self._tracer)
         self._services = GrpcServices(self._config, self._generations, self._health)
         self._services.add_to(self._server)
@@ -164,12 +163,12 @@ class GatewayServer:
         if self.http is not None:
             await self.http.stop(STOP_GRACE_S)
 
-    async def _load_pool(self, config: PoolConfig, session: str) -> Pool:
+    async def _load_pool(self, config: PoolConfig) -> Pool:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer)
         engine = EngineClient(
             config.scheduler,
             model_name=config.served_model_names[0],
-            session=session,
+            session=secrets.token_hex(SESSION_BYTES),  # each its own: pools may have one scheduler under several names
             gateway_id=self._config.gateway_id,
             loss_timeout_s=self._config.scheduler_loss_timeout_s,
             silence_timeout_s=self._config.scheduler_silence_timeout_s,

@@ -457,7 +457,7 @@ class GatewayHello(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """Random, kept by the gateway process over reconnections; 16 to 64 bytes."""
+    """Random, kept over reconnections, one for each of the gateway's pools; 16 to 64 bytes. Has one stream at a time."""
     gateway_id: _builtins.str
     """Name for people and logs; at most 128 bytes."""
     @_builtins.property

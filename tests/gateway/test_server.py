@@ -139,6 +139,17 @@ async def test_a_request_goes_to_the_pool_of_its_model(make_gateway: Make, direc
         await scheduler.stop()
 
 
+async def test_pools_of_the_same_scheduler_do_not_end_each_others_streams(
+    make_gateway: Make, directory: pathlib.Path, scheduler: ScriptedScheduler
+) -> None:
+    pools = [
+        {"served_model_names": [name], "scheduler": scheduler.target, "tokenizer": directory} for name in ("one", "two")
+    ]
+    await wait_until_ready(await make_gateway(pools=pools))
+    sessions = [hello.session for hello in scheduler.hellos]
+    assert (len(sessions), len(set(sessions))) == (2, 2)
+
+
 async def test_one_pool_that_serves_is_ready(
     make_gateway: Make, directory: pathlib.Path, scheduler: ScriptedScheduler
 ) -> None:
