@@ -226,4 +226,5 @@ class _Rank:
 
 def _command(number: int, size: int, descriptor: int) -> Sequence[str]:
     numbers = ("--rank", str(number), "--size", str(size), "--socket", str(descriptor))
-    return (sys.executable, "-m", "executor_svc.parallel.rank", *numbers)
+    # -P: what lies in the working directory is no module of ours
+    return (sys.executable, "-P", "-m", "executor_svc.parallel.rank", *numbers)

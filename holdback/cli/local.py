@@ -161,7 +161,7 @@ class LocalStack:
         """Starts one process with its kind's arguments and `extra`; it is stopped with all others."""
         ports_file = pathlib.Path(self._folder.name) / f"{name}.json"
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
+            *(sys.executable, "-P"),  # what lies in the working directory is no module of ours
             *("-m", "holdback.cli", command, "--host", self._host, "--ports-file", str(ports_file)),
             *extra,
             *self._arguments.get(command, ()),

@@ -6,6 +6,7 @@ import os
 import pathlib
 import queue
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -179,4 +180,11 @@ def test_a_rank_that_does_not_end_when_asked_is_killed(
 
 def test_the_command_of_a_rank_names_the_rank_and_nothing_of_the_configuration() -> None:
     command = processes._command(1, 2, 5)
-    assert command[1:] == ("-m", "executor_svc.parallel.rank", "--rank", "1", "--size", "2", "--socket", "5")
+    assert command[1:] == ("-P", "-m", "executor_svc.parallel.rank", "--rank", "1", "--size", "2", "--socket", "5")
+
+
+def test_a_rank_takes_no_module_from_the_working_directory(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "structlog.py").write_text("raise SystemExit('not this one')")
+    command = [*processes._command(1, 2, 5), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "--rank" in done.stdout) == (0, True), done.stderr
