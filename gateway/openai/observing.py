@@ -15,6 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.openai.body import UnreadResponse
 from gateway.openai.errors import CLIENT_CLOSED, error_response, plain_error_response
 from holdback.errors import InternalError
 from holdback.request_limits import MAX_REQUEST_ID_BYTES
@@ -82,8 +83,11 @@ class Observing:
             self._end(scope, observation)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
         refusal = _refusal(sum(len(name) + len(value) for name, value in scope["headers"]), given)
+        if refusal is None and {b"content-length", b"transfer-encoding"} <= headers.keys():
+            refusal = _two_lengths()
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -142,6 +146,12 @@ def _refusal(num_header_bytes: int, request_id: str) -> Response | None:
         message = f"the header X-Request-Id has {len(request_id)} characters; allowed: {limit}"
         return plain_error_response(400, message, "invalid_header")
     return None
+
+
+def _two_lengths() -> Response:
+    """A server before this one may go by the other header, and what is a body to one would be a request to the other."""
+    message = "the headers Content-Length and Transfer-Encoding are both set; allowed: one of them"
+    return UnreadResponse(plain_error_response(400, message, "invalid_header", {"Connection": "close"}))
 
 
 def _path(scope: Scope) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import pathlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -120,6 +121,30 @@ async def test_a_body_that_comes_too_slowly_is_a_408(
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"request_timeout"' in answer
     writer.close()
+
+
+@pytest.mark.parametrize("headers", ["Content-Length: 5\r\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked"])
+async def test_a_request_of_two_lengths_is_a_400_and_ends_its_connection(
+    http_gateway: GatewayServer, scheduler: ScriptedScheduler, headers: str
+) -> None:
+    scheduler.answer = [EOS]
+    assert http_gateway.http is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", http_gateway.http.port)
+    body = b'{"prompt": "x"}'
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}\r\n\r\n".encode()
+    )
+    writer.write(
+        b"%x\r\n%s\r\n0\r\n\r\nGET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (len(body), body)
+    )
+    async with asyncio.timeout(60):
+        answer = (await reader.read()).decode()
+    writer.close()
+    statuses = re.findall(r"HTTP/1.1 (\d+)", answer)
+    if "Content-Length" in headers:
+        assert (statuses, "both set" in answer, "invalid_header" in answer) == (["400"], True, True)
+    else:
+        assert statuses == ["200", "200"]
 
 
 async def test_headers_are_bounded(http: httpx.AsyncClient, scheduler: ScriptedScheduler) -> None:
