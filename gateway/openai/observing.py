@@ -149,7 +149,7 @@ def _refusal(num_header_bytes: int, request_id: str) -> Response | None:
 
 
 def _two_lengths() -> Response:
-    """A server before this one may go by the other header, and what is a body to one would be a request to the other."""
+    """A server before this one may go by the other header: what is a body to one would be a request to the other."""
     message = "the headers Content-Length and Transfer-Encoding are both set; allowed: one of them"
     return UnreadResponse(plain_error_response(400, message, "invalid_header", {"Connection": "close"}))
 
