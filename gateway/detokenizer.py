@@ -244,7 +244,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str]) -> None:
         """`stop`: none of them empty; nothing is looked for when there are none."""
-        self._patterns = [(text, _fallbacks(text)) for text in sorted(set(stop), key=len, reverse=True)]
+        self._patterns = [_Pattern(text) for text in sorted(set(stop), key=len, reverse=True)]
         self._states = [0] * len(self._patterns)
         self._first_characters = frozenset(text[0] for text in stop)
         self._withheld = ""
@@ -273,27 +273,35 @@ class StopStrings:
     def _advance(self, character: str) -> str | None:
         """Moves every automaton by one character; the longest stop string that ends here, if any does."""
         matched = None
-        for index, (text, fallbacks) in enumerate(self._patterns):
+        for index, pattern in enumerate(self._patterns):
             state = self._states[index]
-            while state and text[state] != character:
-                state = fallbacks[state - 1]
-            if text[state] == character:
-                state += 1
-            if state == len(text):
-                matched = matched or text
-                state = fallbacks[state - 1]
+            if not state and character != pattern.text[0]:
+                continue
+            state = pattern.next_state(state, character)
+            if state == len(pattern.text):
+                matched = matched or pattern.text
+                state = pattern.fallback(state)
             self._states[index] = state
         return matched
 
 
-def _fallbacks(text: str) -> list[int]:
-    """For each beginning of `text`: the length of its longest proper end that is also a beginning."""
-    fallbacks = [0] * len(text)
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[index] != text[length]:
-            length = fallbacks[length - 1]
-        if text[index] == text[length]:
-            length += 1
-        fallbacks[index] = length
-    return fallbacks
+class _Pattern:
+    """A stop string; its states are how many of its characters the text ends with.
+
+    The table of the automaton is made as far as text has matched: a request has many strings, and few of them begin.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._fallbacks = [0, 0]
+
+    def next_state(self, state: int, character: str) -> int:
+        while state and self.text[state] != character:
+            state = self.fallback(state)
+        return state + (self.text[state] == character)
+
+    def fallback(self, state: int) -> int:
+        """The longest end of the first `state` characters that is a beginning as well, and not all of them."""
+        while len(self._fallbacks) <= state:
+            self._fallbacks.append(self.next_state(self._fallbacks[-1], self.text[len(self._fallbacks) - 1]))
+        return self._fallbacks[state]

@@ -15,7 +15,7 @@ from gateway.counts import RequestTimes
 from gateway.detokenizer import Detokenizer, StopStrings
 from gateway.limits import Checked
 from gateway.pool import Pool
-from gateway.submission import EndRule
+from gateway.submission import EndRule, Shared
 from holdback.errors import DeadlineExceededError, HoldbackError, RequestAbortedError
 from holdback.types import FinishReason, ModelInfo, RequestSpec, SamplingParams, TraceContext, Usage
 from holdback.v1 import inference_pb2
@@ -99,20 +99,29 @@ class GenerationRun:
             working.cancel()
             failing.cancel()
 
-    def submit(self, prompt_token_ids: Sequence[int], model: ModelInfo, call: CallContext) -> None:
+    async def submit(self, prompt_token_ids: Sequence[int], model: ModelInfo, call: CallContext) -> None:
         """Checks the request against the model and submits each choice that has not ended already.
 
         Raises:
             InvalidArgumentError: the request does not fit the model.
             AlreadyExistsError: the id is alive at the scheduler.
             UnavailableError: the scheduler has been away for too long.
+            HoldbackError: the run failed or was aborted meanwhile.
         """
         default_max_tokens = self.pool.engine.status.default_max_tokens
         sampling = self._checked.fit(prompt_token_ids, model, default_max_tokens)
         self.prompt_token_ids = prompt_token_ids
         self.submitted_at, self.trace = self.clock(), call.trace
+        shared: Shared | None = None
         for index in range(self._checked.n):
-            self._add_choice(index, dataclasses.replace(sampling, seed=seed_of_choice(self.seed, index)), model, call)
+            spec = self._spec_of_choice(index, sampling, call)
+            if shared is None and self._checked.n > 1:
+                shared = Shared.of(spec, model)
+            self._add_choice(index, spec, model, shared)
+            if len(self.choices) < self._checked.n:
+                await asyncio.sleep(0)  # tokens of others go between
+            if self._failure is not None:
+                raise self._failure
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """New output of each choice, merged while the caller is busy, until every choice has its end.
@@ -154,8 +163,8 @@ class GenerationRun:
         )
 
     def abort(self) -> None:
-        """Ends every choice with finish reason `abort`. A run that has submitted none yet fails instead."""
-        if not self.choices:
+        """Ends every choice with finish reason `abort`. A run that has not submitted all yet fails instead."""
+        if len(self.choices) < self._checked.n:
             self.fail(RequestAbortedError(f"request {self.request_id!r} was aborted before it began"))
         self.close()
 
@@ -197,22 +206,24 @@ class GenerationRun:
         self._has_output = True
         counts.num_generation_tokens += num_tokens
 
-    def _add_choice(self, index: int, sampling: SamplingParams, model: ModelInfo, call: CallContext) -> None:
+    def _spec_of_choice(self, index: int, sampling: SamplingParams, call: CallContext) -> RequestSpec:
         checked = self._checked
-        spec = RequestSpec(
+        return RequestSpec(
             request_id=self.scheduler_request_id if checked.n == 1 else f"{self.scheduler_request_id}/{index}",
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=checked.output_token_ids,
-            sampling=sampling,
+            sampling=dataclasses.replace(sampling, seed=seed_of_choice(self.seed, index)),
             priority=checked.priority,
             cache_salt=checked.cache_salt,
             deadline_ms=call.deadline_ms,
             trace=call.trace,
         )
-        table = self.pool.tokenizer.table
+
+    def _add_choice(self, index: int, spec: RequestSpec, model: ModelInfo, shared: Shared | None) -> None:
+        checked, table = self._checked, self.pool.tokenizer.table
         choice = Choice(
             index=index,
-            end_rule=EndRule.of(spec, model.eos_token_ids),
+            end_rule=EndRule.of(spec, model.eos_token_ids) if shared is None else shared.end_rule,
             detokenizer=Detokenizer(table, self.prompt_token_ids, keep_special_tokens=checked.keep_special_tokens),
             stop=StopStrings(checked.stop),
         )
@@ -220,7 +231,7 @@ class GenerationRun:
         choice.resume(checked.output_token_ids)
         if choice.end is None:
             times = RequestTimes(self.pool.counts, self.clock, self.arrived_at)
-            choice.submission = self.pool.engine.submit(spec, model, self._wakeup, times)
+            choice.submission = self.pool.engine.submit(spec, model, self._wakeup, times, shared)
 
 
 def seed_of_choice(seed: int, index: int) -> int:

@@ -135,10 +135,10 @@ class Generations:
         try:
             try:
                 model, prompt_token_ids = await run.unless_failed(_prepare(pool, message))
+                await run.submit(prompt_token_ids, model, call)
             except asyncio.CancelledError:
-                pool.counts.num_ended[FinishReason.ABORT] += checked.n  # none of them has begun
+                pool.counts.num_ended[FinishReason.ABORT] += checked.n - len(run.choices)  # these have not begun
                 raise
-            run.submit(prompt_token_ids, model, call)
             yield run
         finally:
             run.close()

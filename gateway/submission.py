@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.counts import RequestTimes
+from holdback import codec
 from holdback.errors import DeadlineExceededError, HoldbackError, InternalError
-from holdback.types import FinishReason, RequestSpec, TokenLogprobs
+from holdback.types import FinishReason, ModelInfo, RequestSpec, TokenLogprobs
+from holdback.v1 import types_pb2
 
 Clock = Callable[[], float]
 
@@ -72,6 +74,24 @@ class EndRule:
         return Ended(FinishReason.LENGTH) if num_outputs >= self.max_tokens else None
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the choices of one prompt have in common, worked out once for all of them.
+
+    Attributes:
+        end_rule: when their outputs end them.
+        spec: as `codec.encode_shared` gives it.
+    """
+
+    end_rule: EndRule
+    spec: types_pb2.RequestSpec
+
+    @classmethod
+    def of(cls, spec: RequestSpec, model: ModelInfo) -> Shared:
+        """`spec`: of any of the choices."""
+        return cls(EndRule.of(spec, model.eos_token_ids), codec.encode_shared(spec))
+
+
 @dataclass(eq=False, slots=True)
 class Submission:
     """A request from `EngineClient.submit` until it ends or is closed. One reader takes its updates.
@@ -83,6 +103,7 @@ class Submission:
         clock: seconds.
         wakeup: set when there is something to take; several submissions may share one.
         times: told of what happens to it; None for nobody.
+        shared: with other choices; None for what is alone.
         output_token_ids: all so far, those of `spec` included.
         generation: of the latest submission.
         was_sent: some scheduler has been told of it.
@@ -98,6 +119,7 @@ class Submission:
     wakeup: asyncio.Event
     on_close: Callable[[Submission], None]
     times: RequestTimes | None = None
+    shared: Shared | None = None
     output_token_ids: list[int] = field(init=False)
     generation: int = field(init=False)
     was_sent: bool = False

@@ -33,9 +33,11 @@ from holdback.request_codec import (
     encode_logprobs,
     encode_phase,
     encode_sampling,
+    encode_shared,
     encode_spec,
     encode_state,
     encode_usage,
+    fill_spec,
 )
 from holdback.types import (
     CachedRequestsData,
@@ -75,10 +77,12 @@ __all__ = [
     "encode_phase",
     "encode_runner_output",
     "encode_sampling",
+    "encode_shared",
     "encode_spec",
     "encode_state",
     "encode_timings",
     "encode_usage",
+    "fill_spec",
 ]
 
 

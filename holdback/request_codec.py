@@ -39,21 +39,39 @@ _STATES_BACK = {number: state for state, number in _STATES.items()}
 
 
 def encode_spec(spec: RequestSpec) -> types_pb2.RequestSpec:
+    message = encode_shared(spec)
+    _fill_own(message, spec)
+    return message
+
+
+def encode_shared(spec: RequestSpec) -> types_pb2.RequestSpec:
+    """What a request has in common with the other choices of its prompt: all but id, seed, state and times."""
     message = types_pb2.RequestSpec(
-        request_id=spec.request_id,
-        generation=spec.generation,
         prompt_token_ids=spec.prompt_token_ids,
-        output_token_ids=spec.output_token_ids,
         sampling=encode_sampling(spec.sampling),
         priority=spec.priority,
         cache_salt=spec.cache_salt,
-        deadline_ms=spec.deadline_ms,
-        queued_ms=spec.queued_ms,
     )
     if spec.trace.traceparent:
         message.trace_context.traceparent = spec.trace.traceparent
         message.trace_context.tracestate = spec.trace.tracestate
     return message
+
+
+def fill_spec(message: types_pb2.RequestSpec, spec: RequestSpec, shared: types_pb2.RequestSpec) -> None:
+    """Puts into `message` what `encode_spec` gives, the faster for `shared`, which is of another choice."""
+    message.CopyFrom(shared)
+    _fill_own(message, spec)
+
+
+def _fill_own(message: types_pb2.RequestSpec, spec: RequestSpec) -> None:
+    message.request_id = spec.request_id
+    message.generation = spec.generation
+    message.output_token_ids.extend(spec.output_token_ids)
+    message.sampling.seed = spec.sampling.seed
+    if spec.deadline_ms is not None:
+        message.deadline_ms = spec.deadline_ms
+    message.queued_ms = spec.queued_ms
 
 
 def decode_spec(message: types_pb2.RequestSpec) -> RequestSpec:

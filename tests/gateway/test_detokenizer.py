@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import time
+import timeit
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -286,3 +288,20 @@ def test_no_more_is_withheld_than_could_become_a_stop_string(stop: list[str], te
         so_far = text[: index + 1]
         could_begin = [n for s in stop for n in range(len(s)) if so_far.endswith(s[:n])]
         assert len(so_far) - len(shown) == max(could_begin)
+
+
+def test_long_stop_strings_cost_what_short_ones_do_before_any_of_them_begins() -> None:
+    """Each choice of a request has its own, on the loop that serves all others."""
+
+    def fastest_s(strings: list[str]) -> float:
+        return min(timeit.repeat(lambda: StopStrings(strings).add("xyz"), number=50, repeat=5, timer=time.process_time))
+
+    letters = [chr(98 + index) for index in range(16)]
+    assert fastest_s(["a" * 1023 + letter for letter in letters]) < 20 * fastest_s(letters)  # 500 times as many
+
+
+def test_a_long_stop_string_that_nearly_comes_again_and_again_is_found() -> None:
+    stop = StopStrings(["ab" * 500 + "c"])
+    text = ("ab" * 499 + "x") * 2 + "ab" * 700 + "c and more"
+    outcome = "".join(piece for piece, _ in [stop.add(character) for character in text[:-9]])
+    assert outcome == ("ab" * 499 + "x") * 2 + "ab" * 200
