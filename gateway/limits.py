@@ -28,6 +28,9 @@ from holdback.v1 import inference_pb2
 MAX_MODEL_NAME_BYTES = 256
 MAX_PROMPT_BYTES = 8 * 1024 * 1024
 MAX_TOKEN_IDS = 2 * 1024 * 1024
+MAX_REQUEST_BYTES = 24 * 1024 * 1024
+"""Over gRPC. The longest has two lists of so many ids, five bytes each at most, and less than 1 MiB besides."""
+
 MAX_MESSAGES = 2048
 MAX_ROLE_BYTES = 64
 MAX_N = 128

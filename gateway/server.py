@@ -20,6 +20,7 @@ from gateway.config import GatewayConfig, PoolConfig
 from gateway.counts import HttpCounts
 from gateway.engine_client import EngineClient
 from gateway.generations import Generations
+from gateway.limits import MAX_REQUEST_BYTES
 from gateway.malformed import MalformedRequests
 from gateway.metrics import METRICS, GatewayMetrics
 from gateway.pool import Pool, Pools
@@ -67,6 +68,7 @@ class GatewayServer:
         self._server = rpc.create_server(
             [authentication, MalformedRequests(lambda: self.pools.longest_model_len)],
             max_connection_age_s=config.max_connection_age_s,
+            max_receive_bytes=MAX_REQUEST_BYTES,
         )
         self._tracer = create_tracer(config.process, config.trace_endpoint)
         self._generations = Generations(self.pools)

@@ -38,7 +38,7 @@ from holdback.tls import NO_TLS, Tls
 from holdback.v1 import errors_pb2
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""One limit for every server and channel; the largest legal request is far below it."""
+"""One limit for every server and channel, save where a server takes less; no legal message is longer."""
 
 MAX_PENDING_CALLS = 100_000
 ERROR_DOMAIN = "holdback"
@@ -96,7 +96,10 @@ _ROUND_ROBIN = [("grpc.service_config", json.dumps({"loadBalancingConfig": [{"ro
 
 
 def create_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), *, max_connection_age_s: float | None = None
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    *,
+    max_connection_age_s: float | None = None,
+    max_receive_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """A server without ports or services yet.
 
@@ -104,8 +107,9 @@ def create_server(
         interceptors: asked for every call, the first one first.
         max_connection_age_s: after which, give or take a tenth, a connection takes no new calls, so that its client
             connects anew and finds new servers; calls that run on it go on. None: connections do not end by age.
+        max_receive_bytes: a client that sends a longer message has its call ended with RESOURCE_EXHAUSTED.
     """
-    options = list(_SERVER_OPTIONS)
+    options = [*(dict(_SERVER_OPTIONS) | {"grpc.max_receive_message_length": max_receive_bytes}).items()]
     if max_connection_age_s is not None:
         # The time for calls that run (`grpc.max_connection_age_grace_ms`) is without limit unless it is set.
         options.append(("grpc.max_connection_age_ms", max(1, int(max_connection_age_s * 1000))))

@@ -20,12 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2
 
+from gateway import limits
 from gateway.load import LOAD_TIMEOUT_S
 from gateway.server import GatewayServer
 from gateway.services import INFERENCE
 from gateway.vllm_engine.service import SERVICE_NAME as VLLM_ENGINE
 from holdback import rpc
 from holdback.errors import ErrorReason, InvalidArgumentError
+from holdback.request_limits import MAX_TOKEN_ID_LIST
 from holdback.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
 from tests.gateway.conftest import wait_until_ready
 from tests.gateway.random_messages import messages
@@ -292,6 +294,39 @@ async def test_whatever_a_client_sends_is_answered_or_refused_by_name(
     kind = GetMessageClass(method.input_type)
     message = data.draw(messages(kind, base=valid_request(kind)))
     assert await code_of(channel, method, message.SerializeToString()) in ANSWERS
+
+
+@pytest.mark.case("B54")
+def test_the_longest_request_there_may_be_is_within_the_limit_of_a_message() -> None:
+    token_id = 2**32 - 1
+    few = [token_id] * MAX_TOKEN_ID_LIST
+    sampling = types_pb2.SamplingParams(
+        stop_token_ids=few,
+        allowed_token_ids=types_pb2.TokenIdSet(token_ids=few),
+        logit_bias=[types_pb2.LogitBias(token_id=token_id, bias=1.5)] * MAX_TOKEN_ID_LIST,
+    )
+    longest = inference_pb2.Generation(
+        sampling=sampling,
+        stop=["x" * limits.MAX_STOP_STRING_BYTES] * limits.MAX_STOP_STRINGS,
+        output_token_ids=[token_id] * limits.MAX_TOKEN_IDS,
+    )
+    spare = limits.MAX_REQUEST_BYTES - longest.ByteSize() - 2**16
+    assert inference_pb2.TokenIds(token_ids=[token_id] * limits.MAX_TOKEN_IDS).ByteSize() < spare
+    message = inference_pb2.ChatMessage(role="x" * limits.MAX_ROLE_BYTES)
+    assert limits.MAX_PROMPT_BYTES + 2 * message.ByteSize() * limits.MAX_MESSAGES < spare
+
+
+@pytest.mark.case("B54")
+async def test_a_message_longer_than_any_request_is_refused_by_grpc_and_the_next_one_served(
+    channel: grpc.aio.Channel, scheduler: ScriptedScheduler
+) -> None:
+    call: Any = channel.unary_unary("/holdback.v1.InferenceService/Generate")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(bytes(limits.MAX_REQUEST_BYTES + 1), timeout=60)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    scheduler.answer = [EOS]
+    request = inference_pb2.GenerateRequest(generation=inference_pb2.Generation(text="x"))
+    await call(request.SerializeToString(), timeout=60)
 
 
 @pytest.mark.case("B54")
