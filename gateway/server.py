@@ -81,10 +81,19 @@ class GatewayServer:
         self._readiness_tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listens, health first, and begins to connect to the schedulers.
+        """Loads and listens. Templates are compiled for the first conversation, unless they were before.
 
         Raises:
-            ConfigError: a tokenizer directory is none, a name is taken twice, or a port is in use.
+            ConfigError: as `load` and `listen`.
+        """
+        await self.load()
+        await self.listen()
+
+    async def load(self) -> None:
+        """Serves health, and loads what every pool needs.
+
+        Raises:
+            ConfigError: a tokenizer directory is none, a name is taken twice, or the health port is in use.
         """
         self.health_port = await self._health.start()
         self.pools = Pools([await self._load_pool(pool) for pool in self._config.all_pools()])
@@ -92,6 +101,9 @@ class GatewayServer:
         self._services = GrpcServices(self._config, self._generations, self._health)
         self._services.add_to(self._server)
         await self._services.report_health(is_draining=False)  # none of them is unknown, however early it is asked for
+
+    async def listen(self) -> None:
+        """Listens, and begins to connect to the schedulers. Raises ConfigError when a port is in use."""
         self.port = rpc.bind(self._server, self._config.host, self._config.port, self._config.tls)
         self.http = self._bind_http()
         self._exposition = Exposition(METRICS, GatewayMetrics(self._generations, self._http_counts))
@@ -176,7 +188,8 @@ class GatewayServer:
             silence_timeout_s=self._config.scheduler_silence_timeout_s,
             tls=self._config.tls,
         )
-        template = self.templates.add(TemplateSource(tokenizer.chat_template, tokenizer.special_tokens))
+        owner = f"model {config.served_model_names[0]!r} in {str(config.tokenizer)!r}"
+        template = self.templates.add(TemplateSource(owner, tokenizer.chat_template, tokenizer.special_tokens))
         return Pool(config.served_model_names, tokenizer, template, engine)
 
     async def _report_readiness(self, pool: Pool) -> None:
@@ -206,11 +219,13 @@ async def serve(config: GatewayConfig) -> None:
 
 async def _start_unless(stop: asyncio.Event, server: GatewayServer) -> bool:
     """Starts all of it, until a signal comes; whether it serves. Raises what made it fail."""
-    listening = asyncio.create_task(server.start())
-    if not await _done_before(stop, listening):
-        return False
-    await _done_before(stop, asyncio.create_task(server.templates.start()))
-    return True
+
+    async def start() -> None:
+        await server.load()
+        await server.templates.start()  # a template that cannot be compiled ends nothing that serves already
+        await server.listen()
+
+    return await _done_before(stop, asyncio.create_task(start()))
 
 
 async def _done_before(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:

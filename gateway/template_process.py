@@ -1,9 +1,9 @@
-"""The process that renders chat templates: `python -m gateway.template_process`, started by `template_workers`.
+"""The process that renders chat templates: `python -m gateway.template_process BYTES`, started by `template_workers`.
 
-Messages are frames on standard input and output: four bytes of length, big-endian, then UTF-8 JSON. The first one in
-has the templates and the limit of memory; the answer to it, `{}`, says that the process is ready. Then each frame in is
-`{"template": number, "messages": [...]}` and each frame out `{"text": ...}` or `{"error": ...}`. The process ends with
-its input, or with the gateway.
+BYTES is its limit of memory. Messages are frames on standard input and output: four bytes of length, big-endian, then
+UTF-8 JSON. Each frame in is answered by one out. `{"source": ..., "special_tokens": {...}}` makes a template known, by
+its number from 0 on, and gets `{}` once it is compiled; `{"template": number, "messages": [...]}` gets `{"text": ...}`;
+what fails gets `{"error": ...}`. The process ends with its input, or with the gateway.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ def pack(message: Any) -> bytes:
 
 def main() -> None:
     end_with_parent(signal.SIGKILL)
+    memory_bytes = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    hello = _read(stdin)
-    if hello is None:
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"], hello["memory_bytes"]))
-    try:
-        templates = [ChatTemplate(entry["source"], entry["special_tokens"]) for entry in hello["templates"]]
-    except ConfigError as error:
-        _write(stdout, {"error": error.message})
-        return
-    _write(stdout, {})
+    templates: list[ChatTemplate] = []
     while (request := _read(stdin)) is not None:
-        _write(stdout, _answer(templates[request["template"]], request["messages"]))
+        if "source" in request:
+            _write(stdout, _add(templates, request))
+        else:
+            _write(stdout, _answer(templates[request["template"]], request["messages"]))
+
+
+def _add(templates: list[ChatTemplate], request: dict[str, Any]) -> dict[str, str]:
+    try:
+        templates.append(ChatTemplate(request["source"], request["special_tokens"]))
+    except ConfigError as error:
+        return {"error": error.message}
+    return {}
 
 
 def _answer(template: ChatTemplate, messages: list[dict[str, Any]]) -> dict[str, str]:

@@ -45,10 +45,12 @@ class TemplateSource:
     """A template as a model directory has it. It is compiled by the processes alone: that, too, can take for ever.
 
     Attributes:
+        owner: whose it is, for people: the model and its directory.
         text: Jinja; None for a model that has no template, which refuses every conversation.
         special_tokens: variables such as `bos_token`.
     """
 
+    owner: str
     text: str | None
     special_tokens: Mapping[str, str]
 
@@ -145,23 +147,24 @@ class TemplateWorkers:
             raise InternalError("no process could be started for the chat template; the log says why") from error
 
     async def _start_worker(self) -> _Worker:
-        worker = await _Worker.start()
-        templates = [{"source": source.text, "special_tokens": source.special_tokens} for source in self._sources]
-        problem = None
+        worker = await _Worker.start(MEMORY_BYTES)
+        problem: str | None = None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                answer = await worker.ask({"memory_bytes": MEMORY_BYTES, "templates": templates})
-            problem = answer.get("error")
+                for source in self._sources:
+                    problem = await worker.compile(source)
+                    if problem is not None:
+                        break
         except TimeoutError:
-            problem = f"they took longer than {START_TIMEOUT_S:g} s to compile"
+            problem = f"the chat template took longer than {START_TIMEOUT_S:g} s to compile"
         except (asyncio.IncompleteReadError, ConnectionError):
-            problem = "their process ended"
+            problem = "the process of the chat template ended while it was compiled"
         except asyncio.CancelledError:
             await worker.end()
             raise
         if problem is not None:
             await worker.end()
-            raise ConfigError(f"the chat templates cannot be used: {problem}")
+            raise ConfigError(f"{source.owner}: {problem}")
         return worker
 
 
@@ -175,7 +178,7 @@ class _Worker:
         self.pid = child.pid
 
     @classmethod
-    async def start(cls) -> _Worker:
+    async def start(cls, memory_bytes: int) -> _Worker:
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         return cls(
             await asyncio.create_subprocess_exec(
@@ -183,6 +186,7 @@ class _Worker:
                 "-P",  # what lies in the working directory is no module of ours
                 "-m",
                 "gateway.template_process",
+                str(memory_bytes),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment | {PARENT_VARIABLE: str(os.getpid())},
@@ -193,6 +197,11 @@ class _Worker:
     @property
     def is_alive(self) -> bool:
         return self._child.returncode is None
+
+    async def compile(self, source: TemplateSource) -> str | None:
+        """Makes the next template known. What is wrong with it, if anything is."""
+        answer = await self.ask({"source": source.text, "special_tokens": source.special_tokens})
+        return None if "error" not in answer else str(answer["error"])
 
     async def ask(self, message: Any) -> Any:
         self._stdin.write(pack(message))

@@ -135,6 +135,18 @@ async def test_a_process_that_cannot_start_says_why_and_exits_with_two(
     assert child.returncode == 2
 
 
+@pytest.mark.case("B72")
+async def test_a_template_that_cannot_be_compiled_is_named_before_anything_is_served(tmp_path: pathlib.Path) -> None:
+    tokenizer = make_tokenizer("byte_level")
+    directory = save_directory(tmp_path / "evil", tokenizer, chat_template="{{ 'x' * 900000000 }}")
+    flags = ("--scheduler", "127.0.0.1:1", "--tokenizer", str(directory), "--served-model-name", "evil")
+    child = await start_process(*flags)
+    _, message = await asyncio.wait_for(child.communicate(), 60)
+    assert f"model 'evil' in '{directory}': the chat template cannot be read: MemoryError" in message.decode()
+    assert "gateway_listens" not in message.decode()
+    assert child.returncode == 2
+
+
 async def test_the_default_name_of_a_model_is_that_of_its_directory(
     make_gateway: Make, scheduler: ScriptedScheduler, tmp_path: pathlib.Path
 ) -> None:

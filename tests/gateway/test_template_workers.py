@@ -34,7 +34,10 @@ async def start() -> AsyncIterator[Start]:
     async def start(*sources: str | None, timeout_s: float = 30.0) -> tuple[TemplateWorkers, list[WorkerTemplate]]:
         workers = TemplateWorkers(timeout_s)
         made.append(workers)
-        templates = [workers.add(TemplateSource(source, {"bos_token": "<s>"})) for source in sources]
+        templates = [
+            workers.add(TemplateSource(f"model {number}", source, {"bos_token": "<s>"}))
+            for number, source in enumerate(sources)
+        ]
         await workers.start()
         return workers, templates
 
@@ -135,8 +138,23 @@ async def test_the_process_gets_nothing_secret(start: Start, monkeypatch: pytest
 
 
 async def test_a_source_that_is_no_template_is_refused_at_start(start: Start) -> None:
-    with pytest.raises(ConfigError, match="the chat templates cannot be used: the chat template cannot be read"):
-        await start("{% for %}")
+    with pytest.raises(ConfigError, match=r"^model 1: the chat template cannot be read: "):
+        await start("x", "{% for %}", "y")
+
+
+@pytest.mark.parametrize(
+    ("source", "timeout_s", "says"),
+    [
+        ("{{ 'x' * 900000000 }}", 60.0, "the chat template cannot be read: MemoryError"),
+        ("{{ 3 ** (10 ** 9) }}", 2.0, "the chat template took longer than 2 s to compile"),
+    ],
+)
+async def test_of_several_templates_the_one_that_cannot_be_compiled_is_named(
+    start: Start, source: str, timeout_s: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_workers, "START_TIMEOUT_S", timeout_s)
+    with pytest.raises(ConfigError, match=f"^model 1: {says}$"):
+        await start("x", source, "y")
 
 
 @pytest.mark.case("B72")
@@ -154,7 +172,7 @@ async def test_what_is_constant_in_a_template_is_worked_out_within_bounds(
         await template.render(USER)
     except (ConfigError, InvalidArgumentError) as error:
         outcome = error.message
-    assert outcome == "rendered" or "cannot be used: " in outcome or "refused chat.messages" in outcome
+    assert outcome == "rendered" or "model 0: the chat template" in outcome or "refused chat.messages" in outcome
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kilobytes, of this process
 
 
