@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 NUM_WORKERS = 2
 START_TIMEOUT_S = 60.0
 MEMORY_BYTES = 1024**3
-TURN_LIMITS = TurnLimits(NUM_WORKERS, max_chars=64 * 1024 * 1024, patience_s=30.0, largest_chars=8 * 1024 * 1024)
+TURN_LIMITS = TurnLimits(NUM_WORKERS, max_chars=64 * 1024 * 1024, largest_chars=8 * 1024 * 1024)
 MESSAGE_CHARS = 256
 """What each message counts beside its text."""
 

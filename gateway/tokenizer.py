@@ -43,21 +43,19 @@ class Lane:
         max_text_chars: the longest text.
         max_num_tokens: the most tokens to decode, which take about as long.
         max_chars: of all that waits for its turn.
-        patience_s: how long the longest text lets shorter ones go before it.
     """
 
     max_text_chars: int
     max_num_tokens: int
     max_chars: int
-    patience_s: float
 
 
 LANES = (
-    Lane(4 * 1024, 16 * 1024, 8 * MEBI, patience_s=10.0),
-    Lane(64 * 1024, 128 * 1024, 32 * MEBI, patience_s=30.0),
-    Lane(8 * MEBI, 2 * MEBI, 64 * MEBI, patience_s=60.0),
+    Lane(4 * 1024, 16 * 1024, 8 * MEBI),
+    Lane(64 * 1024, 128 * 1024, 32 * MEBI),
+    Lane(8 * MEBI, 2 * MEBI, 64 * MEBI),
 )
-"""The longest of each take about 10 ms, 0.1 s and 10 s, all that may wait of one kind about a minute of one thread."""
+"""The longest of each take about 10 ms, 0.1 s and 10 s, all that may wait of a kind at most two minutes of a thread."""
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -184,7 +182,7 @@ class _Queue:
 
     def __init__(self, lane: Lane, num_threads: int) -> None:
         self.lane = lane
-        limits = TurnLimits(num_threads, lane.max_chars, lane.patience_s, largest_chars=lane.max_text_chars)
+        limits = TurnLimits(num_threads, lane.max_chars, largest_chars=lane.max_text_chars)
         self._turns = Turns("tokenized", limits)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tokenizer-{lane.max_text_chars}")
 

@@ -23,6 +23,10 @@ RETRY_AFTER_S = 1.0
 CALL_CHARS = 256
 """What each piece of work counts beside its text, however short that is."""
 
+PATIENCE_S = 120.0
+"""How long the largest work lets smaller work go before it. More than all that may wait takes: otherwise a text that is
+sent after very many others would find those that have waited so long before it."""
+
 T = TypeVar("T")
 
 
@@ -33,13 +37,11 @@ class TurnLimits:
     Attributes:
         num_places: work that may be under way at once.
         max_chars: of all that waits and is under way; one text alone may have more.
-        patience_s: how long the largest work lets smaller work go before it.
-        largest_chars: of the largest work; what is larger has no more patience.
+        largest_chars: of the largest work, which has all of the patience; others have their share.
     """
 
     num_places: int
     max_chars: int
-    patience_s: float
     largest_chars: int
 
 
@@ -108,7 +110,7 @@ class Turns:
             raise
 
     def _patience_s(self, num_chars: int) -> float:
-        return self._limits.patience_s * min(1.0, num_chars / self._limits.largest_chars)
+        return PATIENCE_S * min(1.0, num_chars / self._limits.largest_chars)
 
     def _refuse_the_last(self) -> None:
         while self._num_chars > self._limits.max_chars and self._waiting:

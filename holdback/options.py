@@ -142,12 +142,12 @@ def refuse_second_input(first: str | None) -> None:
 
 
 def encode_messages(messages: Sequence[Message]) -> inference_pb2.ChatMessages:
-    """Raises InvalidArgumentError for anything but mappings of `role` and `content` to text."""
+    """Raises InvalidArgumentError for anything but mappings of exactly `role` and `content` to text."""
     chat = inference_pb2.ChatMessages()
     if isinstance(messages, str) or not isinstance(messages, Iterable):
         raise InvalidArgumentError.of("messages", messages, "a list of mappings of `role` and `content` to text")
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
+        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
             raise InvalidArgumentError.of(f"messages[{index}]", message, "a mapping of `role` and `content` to text")
         entry = chat.messages.add()
         for name, value in message.items():

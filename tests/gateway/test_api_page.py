@@ -10,6 +10,9 @@ from google.protobuf.descriptor import Descriptor
 from smg_grpc_proto import vllm_engine_pb2
 
 from gateway import limits
+from gateway.template_workers import MESSAGE_CHARS, TURN_LIMITS
+from gateway.tokenizer import CHARS_PER_TOKEN, LANES
+from gateway.turns import CALL_CHARS, PATIENCE_S
 from gateway.vllm_engine.service import MAX_ABORT_IDS
 from holdback import rpc
 from holdback.errors import ErrorReason, HoldbackError
@@ -88,6 +91,17 @@ def test_every_field_of_a_request_has_a_bound() -> None:
     fields = fields_of(inference_pb2.Generation.DESCRIPTOR) - {"chat", "sampling"}
     fields |= {f"sampling.{name}" for name in fields_of(types_pb2.SamplingParams.DESCRIPTOR)} | {"chat.messages"}
     assert fields <= names
+
+
+def test_the_table_of_turns_has_the_limits_of_the_tokenizer_and_the_words_those_of_templates() -> None:
+    numbers = [(lane.max_text_chars, lane.max_num_tokens, lane.max_chars) for lane in LANES]
+    assert table("## Turns") == [[f"{number:,}" for number in row] for row in numbers]
+    words = " ".join(section("## Turns").split())
+    assert f"with {TURN_LIMITS.max_chars:,} characters at once" in words
+    assert f"the longest for {PATIENCE_S:g} s" in words
+    assert f"counts {CALL_CHARS} characters more" in words
+    assert MESSAGE_CHARS == CALL_CHARS
+    assert CHARS_PER_TOKEN == 4
 
 
 def test_every_status_code_and_reason_is_listed_once() -> None:

@@ -286,6 +286,8 @@ def test_a_request_without_its_input_says_so() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "messages[0].role is 'tool'"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "is null"),
         ({"messages": [*HI, {"role": "assistant", "content": None}]}, "messages[1].content", "is null"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is null"),
+        ({"messages": [{"role": "assistant"}, *HI]}, "messages[0].content", "is null"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "an array of 0"),
         ({"messages": [HI[0] | {"name": "Bob"}]}, "messages[0].name", "not supported"),
         ({"messages": [HI[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "not supported"),

@@ -9,15 +9,15 @@ from functools import partial
 
 import pytest
 
-from gateway.turns import CALL_CHARS, TurnLimits, Turns
+from gateway.turns import CALL_CHARS, PATIENCE_S, TurnLimits, Turns
 from holdback.errors import ResourceExhaustedError
 
 
 class Works:
     """Work that ends when the test says so, in one place at a time."""
 
-    def __init__(self, max_chars: int = 10_000, patience_s: float = 100.0) -> None:
-        self.turns = Turns("done", TurnLimits(1, max_chars, patience_s, largest_chars=1000 + CALL_CHARS))
+    def __init__(self, max_chars: int = 10_000) -> None:
+        self.turns = Turns("done", TurnLimits(1, max_chars, largest_chars=1000 + CALL_CHARS))
         self.started: list[str] = []
         self.done: dict[str, asyncio.Future[str]] = {}
         self.tasks: dict[str, asyncio.Task[str]] = {}
@@ -64,7 +64,7 @@ async def test_what_has_waited_for_its_patience_goes_before_what_comes_now(monke
     await works.add("first", 1000)
     await works.add("large", 1000)
     began_at = loop.time()
-    monkeypatch.setattr(loop, "time", lambda: began_at + 101.0)
+    monkeypatch.setattr(loop, "time", lambda: began_at + PATIENCE_S + 1)
     await works.add("small", 5)
     assert await works.end_all() == ["first", "large", "small"]
 

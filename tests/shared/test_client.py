@@ -201,6 +201,9 @@ async def test_a_value_that_its_field_cannot_hold_is_named(
         ({"prompt": 5}, "prompt"),
         ({"messages": 5}, "messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"content": "x"}]}, "messages[0]"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": None, "name": "x"}]},
             "messages[1]",
