@@ -1,7 +1,7 @@
 """Walks all states of all tiny schedulers, and says how many there were.
 
     python tests/core/enumerate_admission.py [--seconds N] [--part K/N] [--sharing yes|no] [--at-once 2|3]
-                                             [--kinds N --seed N] [--max-states N] [--jobs N]
+                                             [--policy P] [--blocks N] [--kinds N --seed N] [--max-states N] [--jobs N]
 
 Without options it walks everything: up to 8 blocks of 2 tokens, prompts up to 5 and `max_tokens` up to 6, chunks of 1
 and 2, one and two steps in flight, with and without decode steps between chunks, two and three requests at once, each
@@ -66,6 +66,8 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="K/N: only every N-th search, from the K-th on")
     parser.add_argument("--sharing", choices=("yes", "no"), help="only with, or only without shared prefixes")
     parser.add_argument("--at-once", type=int, choices=(2, 3), help="only with so many requests at once")
+    parser.add_argument("--policy", type=KvAdmission, choices=KvAdmission, help="only this one")
+    parser.add_argument("--blocks", type=int, help="only with so many usable blocks")
     parser.add_argument("--max-states", type=int, help="of one search")
     parser.add_argument("--kinds", type=int, help="so many kinds of requests in each search; all if not given")
     parser.add_argument("--seed", type=int, default=0, help="for the choice of kinds")
@@ -96,8 +98,13 @@ def main() -> int:
 
 
 def _is_chosen(setup: Setup, options: argparse.Namespace) -> bool:
-    is_sharing = {"yes": True, "no": False, None: setup.is_sharing}[options.sharing]
-    return setup.is_sharing == is_sharing and options.at_once in (None, setup.max_num_seqs)
+    wanted = (
+        ({"yes": True, "no": False, None: None}[options.sharing], setup.is_sharing),
+        (options.at_once, setup.max_num_seqs),
+        (options.policy, setup.kv_admission),
+        (options.blocks, setup.num_usable),
+    )
+    return all(value in (None, found) for value, found in wanted)
 
 
 def _search_in_time(work: tuple[Setup, int | None, int, int | None, float]) -> tuple[Setup, Counts | None]:

@@ -92,7 +92,9 @@ def save_llama(directory: pathlib.Path) -> pathlib.Path:
 
 
 def save_experts(family: str) -> Callable[[pathlib.Path], pathlib.Path]:
-    changes = {"num_hidden_layers": 1} | ({"layer_types": ["full_attention"]} if family == "gpt-oss" else {})
+    changes: dict[str, Any] = {"num_hidden_layers": 1} | (
+        {"layer_types": ["full_attention"]} if family == "gpt-oss" else {}
+    )
     return partial(save_family, family=family, **changes)
 
 
