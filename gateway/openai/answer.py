@@ -112,6 +112,7 @@ class Answer(Response):
         for name, message in named if len(named) > 1 else ():
             with self._client_errors(name):
                 check_generation(message)
+            await asyncio.sleep(0)  # tokens of others go between
         for number, (name, message) in enumerate(named):
             message.request_id = self._id if len(named) == 1 else f"{self._id}-{number}"
             with self._client_errors(name):
@@ -120,12 +121,12 @@ class Answer(Response):
             self._add_choices(number, run, message)
 
     def _add_choices(self, number: int, run: GenerationRun, message: inference_pb2.Generation) -> None:
-        table = run.pool.tokenizer.table
+        table, keep = run.pool.tokenizer.table, message.keep_special_tokens
+        has_logprobs = self._request.num_logprobs is not None
+        before = (*run.prompt_token_ids, *message.output_token_ids) if has_logprobs else ()
         for choice in run.choices:
             state = self._choices[number, choice.index] = ChoiceState(len(self._choices), table)
-            if self._request.num_logprobs is not None:
-                before = (*run.prompt_token_ids, *message.output_token_ids)
-                keep = message.keep_special_tokens
+            if has_logprobs:
                 state.logprobs = []
                 state.offsets = TextOffsets(Detokenizer(table, before, keep_special_tokens=keep))
 

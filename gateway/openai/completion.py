@@ -109,13 +109,17 @@ class CompletionRequest(GenerationRequest):
         return [f"prompt[{index}]" for index in range(len(self.prompt))]
 
     def generations(self) -> list[inference_pb2.Generation]:
-        return [self._with_prompt(prompt) for prompt in self.prompt]
+        common = self.generation()
+        common.echo = bool(self.echo)
+        return [_with_prompt(common, prompt) for prompt in self.prompt]
 
-    def _with_prompt(self, prompt: Prompt) -> inference_pb2.Generation:
-        message = self.generation()
-        message.echo = bool(self.echo)
-        if isinstance(prompt, str):
-            message.text = prompt
-        else:
-            message.token_ids.CopyFrom(inference_pb2.TokenIds(token_ids=prompt))
-        return message
+
+def _with_prompt(common: inference_pb2.Generation, prompt: Prompt) -> inference_pb2.Generation:
+    message = inference_pb2.Generation()
+    message.CopyFrom(common)
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.token_ids.extend(prompt)
+        message.token_ids.SetInParent()
+    return message

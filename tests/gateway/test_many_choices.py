@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.generation import CallContext
+from gateway.openai.completion import CompletionRequest
 from gateway.server import GatewayServer
 from holdback import AsyncClient, codec
 from holdback.errors import RequestAbortedError
@@ -125,3 +126,22 @@ async def test_choices_that_a_leaving_client_has_not_begun_count_as_aborted_too(
         await running
     assert pool.counts.num_ended[FinishReason.ABORT] == 16
     assert [(await scheduler.next_abort())[0].split("/")[1] for _ in range(3)] == ["0", "1", "2"]
+
+
+async def test_what_many_prompts_share_is_put_into_a_message_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_built = 0
+    sampling = CompletionRequest._sampling
+
+    def building(request: CompletionRequest) -> types_pb2.SamplingParams:
+        nonlocal num_built
+        num_built += 1
+        return sampling(request)
+
+    monkeypatch.setattr(CompletionRequest, "_sampling", building)
+    request = CompletionRequest.read({"prompt": ["a", "b", "c"], "logit_bias": {"7": 0.5}, "echo": True})
+    messages = request.generations()
+    assert num_built == 1
+    assert [message.text for message in messages] == ["a", "b", "c"]
+    assert all(message.echo and message.sampling.logit_bias[0].token_id == 7 for message in messages)
+    (message,) = CompletionRequest.read({"prompt": [[1, 2]]}).generations()
+    assert list(message.token_ids.token_ids) == [1, 2]
