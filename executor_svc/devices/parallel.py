@@ -6,6 +6,7 @@ gets to know of a step is sent when the step is launched here, not when it runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -26,24 +27,31 @@ def create_parallel_device(config: ExecutorConfig) -> ParallelDevice:
     environments = prepare_ranks(config)
     ranks = RankProcesses(config, environments.__getitem__)
     os.environ.update(environments[0])
-    try:
-        device = _join(config, ranks)
-        ranks.wait_for("ready")
-        ranks.serve()
-    except BaseException:
-        ranks.close()
-        raise
+    with contextlib.ExitStack() as leaving:
+        try:
+            device = _join(config, ranks, leaving)
+            ranks.wait_for("ready")
+            ranks.serve()
+        except BaseException:
+            ranks.close()
+            raise
+        leaving.pop_all()
     return device
 
 
-def _join(config: ExecutorConfig, ranks: RankProcesses) -> ParallelDevice:
-    """Rank 0's part. What fails because another rank has ended is told as that."""
+def _join(config: ExecutorConfig, ranks: RankProcesses, leaving: contextlib.ExitStack) -> ParallelDevice:
+    """Rank 0's part. What fails because another rank has ended is told as that.
+
+    Args:
+        leaving: leaves the group, once there is one.
+    """
     from executor_svc.parallel.group import RankGroup  # loads torch, while the other ranks load it
 
     backends = load_collectives(config)
     ranks.wait_for("joining")
     try:
         group = RankGroup(0, config.tensor_parallel_size, ranks.meeting_file, backends)
+        leaving.callback(group.close)
         return ParallelDevice(create_local_device(config, group), ranks, group.close)
     except HoldbackError:
         raise
