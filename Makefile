@@ -58,8 +58,8 @@ else
 	$(PYTEST)
 endif
 
-test-unit: venv helm ## the pure tests, under a minute
-	$(UNIT_TESTS)
+test-unit: venv ## the pure tests but those of the chart, in about a minute
+	$(UNIT_TESTS) --ignore tests/chart
 
 lower-neuron: venv ## lowers the graphs of the neuron device to StableHLO; LOWER_ARGS=--all for every one
 	@$(SETUP) lowering
