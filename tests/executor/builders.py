@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from executor_svc.devices.base import Device
 from executor_svc.devices.simulated import SimulatedDevice, SimulatedFaults, SimulatedLatencies
 from executor_svc.runner import NeuronModelRunner
 from holdback.types import (
@@ -130,3 +131,27 @@ def generate(runner: NeuronModelRunner, steps: Steps, first: SchedulerOutput, nu
     while len(outputs) < num_tokens:
         outputs += runner.execute(steps.decode(req_id)).sampled_token_ids
     return outputs
+
+
+def run_overlapping(device: Device, prompt: list[int], bucket: int, largest: int) -> list[list[int]]:
+    """Tokens of three requests: chunks, a prefix hit, drawn tokens, a batch, a slot and blocks that are used again.
+
+    Args:
+        device: with blocks of 4 tokens.
+        prompt: 11 token ids.
+        bucket: prefill bucket, at least 8.
+        largest: another, at least 11.
+    """
+    device.reset()
+    runner, steps = NeuronModelRunner(device), Steps()
+    drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=5, presence_penalty=0.5)
+    found = [
+        runner.execute(steps.new("a", prompt, blocks=[1, 2, 3, 4], num_tokens=8, padded=bucket)).sampled_token_ids,
+        runner.execute(steps.chunk("a", 3, padded=bucket)).sampled_token_ids,
+        runner.execute(
+            steps.new("b", [*prompt[:8], 7], slot=1, blocks=[1, 2, 5, 6], computed=8, padded=bucket, sampling=drawn)
+        ).sampled_token_ids,
+    ]
+    found += [runner.execute(steps.decode("a", "b")).sampled_token_ids for _ in range(4)]
+    first = steps.new("c", prompt[::-1], blocks=[3, 4, 7, 8], padded=largest, sampling=drawn, finished=["a"])
+    return [*found, generate(runner, steps, first, 4), runner.execute(steps.decode("b", "c")).sampled_token_ids]

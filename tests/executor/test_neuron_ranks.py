@@ -21,14 +21,11 @@ import transformers
 
 from executor_svc.config import ExecutorConfig
 from executor_svc.devices import create_device, neuron
-from executor_svc.devices.base import Device
 from executor_svc.devices.neuron_config import prepare_neuron_ranks
 from executor_svc.devices.parallel import ParallelDevice
 from executor_svc.graphs import warm_up
-from executor_svc.runner import NeuronModelRunner
 from holdback.errors import ConfigError, InternalError
-from holdback.types import SamplingParams
-from tests.executor.builders import Steps, generate
+from tests.executor.builders import run_overlapping
 from tests.executor.neuron_ranks import MEMORY_BYTES, stand_ins
 from tests.executor.tiny_models import VOCAB_SIZE, llama_config, prefill_step, save_model, with_graph
 
@@ -56,29 +53,12 @@ def build_config(model: pathlib.Path, size: int = 2, **changes: Any) -> Executor
     return ExecutorConfig(**(settings | changes))
 
 
-def run_requests(device: Device) -> list[list[int]]:
-    """Chunks, a prefix hit, drawn tokens, a batch, a slot and blocks that are used again."""
-    device.reset()
-    runner, steps = NeuronModelRunner(device), Steps()
-    drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=5, presence_penalty=0.5)
-    found = [
-        runner.execute(steps.new("a", PROMPT, blocks=[1, 2, 3, 4], num_tokens=8, padded=512)).sampled_token_ids,
-        runner.execute(steps.chunk("a", 3, padded=512)).sampled_token_ids,
-        runner.execute(
-            steps.new("b", [*PROMPT[:8], 7], slot=1, blocks=[1, 2, 5, 6], computed=8, padded=512, sampling=drawn)
-        ).sampled_token_ids,
-    ]
-    found += [runner.execute(steps.decode("a", "b")).sampled_token_ids for _ in range(4)]
-    first = steps.new("c", PROMPT[::-1], blocks=[3, 4, 7, 8], padded=512, sampling=drawn, finished=["a"])
-    return [*found, generate(runner, steps, first, 4), runner.execute(steps.decode("b", "c")).sampled_token_ids]
-
-
 @dataclass
 class Served:
     """What two ranks did, from their start to their end in order.
 
     Attributes:
-        tokens: of `run_requests`.
+        tokens: of `run_overlapping`.
         num_blocks: that they agreed on.
         num_kv_heads: that rank 0 keeps of each layer.
         num_graphs: that rank 0 traced.
@@ -106,7 +86,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         device: Any = create_device(build_config(model))
         assert isinstance(device, ParallelDevice)
         warm_up(device, is_timed=False)
-        tokens = run_requests(device)
+        tokens = run_overlapping(device, PROMPT, 512, 512)
         local: Any = device._local
         backend: Any = neuron.BACKEND
         heads = {pages.shape[2] for pages in [*local.kv_cache.keys, *local.kv_cache.values]}
@@ -135,7 +115,7 @@ class TestTwoRanks:
         with stand_ins(tmp_path / "report.json"):
             whole = create_device(build_config(served.model, 1))
             assert whole.kind == "neuron"
-            assert served.tokens == run_requests(whole)
+            assert served.tokens == run_overlapping(whole, PROMPT, 512, 512)
             whole.close()
 
     def test_each_traces_every_declared_graph_once_and_none_while_it_serves(self, served: Served) -> None:

@@ -24,10 +24,9 @@ from executor_svc.devices import create_device
 from executor_svc.devices.cpu import CpuDevice
 from executor_svc.devices.parallel import ParallelDevice
 from executor_svc.parallel import processes
-from executor_svc.runner import NeuronModelRunner
 from holdback.errors import ConfigError, InternalError, InvalidArgumentError
 from holdback.types import RequestSpec, SamplingParams
-from tests.executor.builders import Steps, generate
+from tests.executor.builders import run_overlapping
 from tests.executor.tiny_models import ALL_LOGPROBS, VOCAB_SIZE, decode_step, prefill_step, save_model
 
 pytestmark = pytest.mark.loopback
@@ -84,24 +83,7 @@ def local(device: ParallelDevice) -> CpuDevice:
 
 def test_requests_that_come_and_go_get_the_tokens_of_the_whole_model(device: Any, whole: CpuDevice) -> None:
     """Through the runner: chunks, a batch, a prefix hit, slots and blocks that are used again, drawn tokens."""
-
-    def run(device: Any) -> list[list[int]]:
-        device.reset()
-        runner, steps = NeuronModelRunner(device), Steps()
-        drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=5, presence_penalty=0.5)
-        found = [
-            runner.execute(steps.new("a", PROMPT, blocks=[1, 2, 3, 4], num_tokens=8, padded=8)).sampled_token_ids,
-            runner.execute(steps.chunk("a", 3, padded=8)).sampled_token_ids,
-            runner.execute(
-                steps.new("b", [*PROMPT[:8], 7], slot=1, blocks=[1, 2, 5, 6], computed=8, padded=8, sampling=drawn)
-            ).sampled_token_ids,
-        ]
-        found += [runner.execute(steps.decode("a", "b")).sampled_token_ids for _ in range(4)]
-        first = steps.new("c", PROMPT[::-1], blocks=[3, 4, 7, 8], padded=16, sampling=drawn, finished=["a"])
-        found += [generate(runner, steps, first, 4), runner.execute(steps.decode("b", "c")).sampled_token_ids]
-        return found
-
-    assert run(device) == run(whole)
+    assert run_overlapping(device, PROMPT, 8, 16) == run_overlapping(whole, PROMPT, 8, 16)
 
 
 def test_two_steps_are_in_flight_and_the_second_reads_the_token_of_the_first(device: Any, whole: CpuDevice) -> None:
