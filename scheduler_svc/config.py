@@ -58,6 +58,12 @@ class SchedulerServiceConfig(ServiceConfig):
     min_step_timeout_s: float = pydantic.Field(
         10.0, gt=0, le=3600, description="no step is given up before this many seconds"
     )
+    max_step_timeout_s: float = pydantic.Field(
+        600.0,
+        gt=0,
+        le=86400,
+        description="every step is given up after this many seconds; an executor with a slower graph is refused",
+    )
     executor_allowed_cidrs: Annotated[tuple[Network, ...], pydantic.BeforeValidator(_parse_networks)] = pydantic.Field(
         (), description="networks that an executor's advertise_address may lie in, as a,b; none by default"
     )
@@ -116,6 +122,20 @@ class SchedulerServiceConfig(ServiceConfig):
                 f"which is {self.heartbeat_interval_s}"
             )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _step_timeouts_are_a_range(self) -> SchedulerServiceConfig:
+        if self.max_step_timeout_s < self.min_step_timeout_s:
+            raise ValueError(
+                f"max_step_timeout_s is {self.max_step_timeout_s}; allowed: at least min_step_timeout_s, "
+                f"which is {self.min_step_timeout_s}"
+            )
+        return self
+
+    def step_timeout_s(self, expected_us: float) -> float:
+        """Seconds that a step may run which is expected to take `expected_us` microseconds."""
+        wanted_s = max(self.min_step_timeout_s, self.step_timeout_factor * expected_us / 1e6)
+        return min(wanted_s, self.max_step_timeout_s)
 
     def warn(self) -> None:
         """Logs what a legal setting costs (decision K11)."""

@@ -97,7 +97,7 @@ class ExecutorRegistry:
 
     def _check(self, info: ExecutorInfo, peer: str) -> str:
         """Everything that can be said before dialling; returns where to dial. Uses up the lease."""
-        check_info(info)
+        check_info(info, self._config.max_step_timeout_s)
         check_limits(info.limits, info.model.max_model_len)
         scheduler_config(info, self._config)
         LatencyTable(info)

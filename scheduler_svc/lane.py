@@ -327,7 +327,7 @@ class Lane:
             expected_us=expected_us,
             sent_unix_us=self._clock.unix_us(),
             sent_at=self._clock.now(),
-            timeout_s=max(self._config.min_step_timeout_s, self._config.step_timeout_factor * expected_us / 1e6),
+            timeout_s=self._config.step_timeout_s(expected_us),
         )
 
     async def _sleep(self) -> None:

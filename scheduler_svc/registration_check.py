@@ -17,7 +17,6 @@ MAX_VOCAB_SIZE = 2**31
 MAX_NUM_BUCKETS = 1024
 MAX_NUM_LATENCIES = 2**12
 MAX_NUM_EOS_TOKEN_IDS = 256
-MAX_LATENCY_US = 600 * 10**6
 MAX_BUILD_S = 365 * 24 * 3600
 MAX_NUM_COMPILED = 10**6
 TEXT_BYTES = {
@@ -50,10 +49,10 @@ def check_lengths(message: scheduler_pb2.ExecutorInfo) -> None:
             raise InvalidArgumentError.of(field, f"{len(entries)} entries", f"at most {most}")
 
 
-def check_info(info: ExecutorInfo) -> None:
-    """Every other bound. Raises InvalidArgumentError."""
+def check_info(info: ExecutorInfo, max_step_timeout_s: float) -> None:
+    """Every other bound; a graph that takes longer than any step may run is refused. Raises InvalidArgumentError."""
     _check_texts(info)
-    _check_numbers(info)
+    _check_numbers(info, max_step_timeout_s)
     _check_message_size(info)
 
 
@@ -65,7 +64,7 @@ def _check_texts(info: ExecutorInfo) -> None:
             raise InvalidArgumentError.of(field, f"{length} bytes", f"{fewest} to {most} bytes")
 
 
-def _check_numbers(info: ExecutorInfo) -> None:
+def _check_numbers(info: ExecutorInfo, max_step_timeout_s: float) -> None:
     model, limits, compiled = info.model, info.limits, info.compiled
     ranges: dict[str, tuple[float, float, float]] = {
         "port": (info.port, 1, 65535),
@@ -74,7 +73,11 @@ def _check_numbers(info: ExecutorInfo) -> None:
         "limits.max_num_seqs": (limits.max_num_seqs, 0, MAX_NUM_SEQS),
         "model.eos_token_ids": (max(model.eos_token_ids, default=0), 0, model.vocab_size - 1),
         # 0 is refused with the graph that has it.
-        "latencies.latency_us": (max((entry.latency_us for entry in info.latencies), default=0), 0, MAX_LATENCY_US),
+        "latencies.latency_us": (
+            max((entry.latency_us for entry in info.latencies), default=0),
+            0,
+            int(max_step_timeout_s * 1e6),
+        ),
     }
     if compiled is not None:
         ranges["compiled.num_hits"] = (compiled.num_hits, 0, MAX_NUM_COMPILED)

@@ -70,7 +70,7 @@ class SentStep:
     def timed_out(self) -> InternalError:
         return InternalError(
             f"step {self.step} has run for {self.timeout_s:g} s; allowed: step_timeout_factor times its expected time, "
-            "at least min_step_timeout_s"
+            "at least min_step_timeout_s and at most max_step_timeout_s"
         )
 
 

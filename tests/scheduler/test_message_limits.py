@@ -42,11 +42,12 @@ pytestmark = pytest.mark.case("B54")
 
 Serve = Callable[..., Awaitable[SchedulerServer]]
 LARGEST_TOKEN = 2**31 - 1
+MAX_STEP_TIMEOUT_S = 600
 
 
 def is_accepted(info: ExecutorInfo) -> bool:
     with contextlib.suppress(InvalidArgumentError):
-        check_info(info)
+        check_info(info, MAX_STEP_TIMEOUT_S)
         return True
     return False
 
@@ -192,7 +193,7 @@ def test_a_full_message_to_a_gateway_fits() -> None:
 
 def test_a_registration_that_could_not_be_served_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgumentError, match=r"model.max_model_len is '16777216, with .* bytes of token and"):
-        check_info(with_sizes(2**24, 2**31, 16, 2**20))
+        check_info(with_sizes(2**24, 2**31, 16, 2**20), MAX_STEP_TIMEOUT_S)
 
 
 @pytest.mark.loopback

@@ -125,6 +125,25 @@ async def test_what_an_executor_says_of_itself_is_bounded(serve: Serve, edit: Ed
     assert problem in error.message
 
 
+def with_latency(latency_us: int) -> Callable[[int, str], scheduler_pb2.ExecutorInfo]:
+    def build(port: int, lease: str) -> scheduler_pb2.ExecutorInfo:
+        info = codec.encode_executor_info(build_info(port=port, lease=lease))
+        info.latencies[-1].latency_us = latency_us
+        return info
+
+    return build
+
+
+async def test_a_graph_slower_than_any_step_may_be_is_refused(serve: Serve) -> None:
+    server = await serve(max_step_timeout_s=20)
+    async with StubExecutor(server.port, info=with_latency(20_000_001)) as executor:
+        error = await executor.registration_ended()
+    assert isinstance(error, InvalidArgumentError)
+    assert "latencies.latency_us is 20000001; allowed: [0, 20000000]" in error.message
+    async with StubExecutor(server.port, info=with_latency(20_000_000)) as executor:
+        await executor.joined()
+
+
 async def test_a_registration_names_its_executor_once(serve: Serve) -> None:
     server = await serve()
     async with StubExecutor(server.port) as executor:

@@ -57,6 +57,12 @@ def test_a_lease_must_outlast_a_heartbeat() -> None:
         load("--lease-timeout-s", "1", "--heartbeat-interval-s", "1")
 
 
+def test_the_longest_step_timeout_is_no_shorter_than_the_shortest() -> None:
+    assert load("--min-step-timeout-s", "9", "--max-step-timeout-s", "9").step_timeout_s(1e9) == 9
+    with pytest.raises(ConfigError, match=r"max_step_timeout_s is 8.0; allowed: at least min_step_timeout_s"):
+        load("--min-step-timeout-s", "9", "--max-step-timeout-s", "8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

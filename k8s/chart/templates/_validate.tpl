@@ -205,6 +205,11 @@ keys they are, so that one run tells all of them.
 {{- if le (float64 $lease) (float64 $heartbeat) -}}
 {{- $_ := set $problems (printf "%s.scheduler.config.lease_timeout_s is %v; allowed: more than heartbeat_interval_s, which is %v" $where $lease $heartbeat) true -}}
 {{- end -}}
+{{- $longest := dig "max_step_timeout_s" 600 $config -}}
+{{- $shortest := dig "min_step_timeout_s" 10 $config -}}
+{{- if lt (float64 $longest) (float64 $shortest) -}}
+{{- $_ := set $problems (printf "%s.scheduler.config.max_step_timeout_s is %v; allowed: at least min_step_timeout_s, which is %v" $where $longest $shortest) true -}}
+{{- end -}}
 {{- $tokenizers := pick $pool.tokenizer "persistentVolumeClaim" "configMap" "imagePath" | keys -}}
 {{- if gt (len $tokenizers) 1 -}}
 {{- $_ := set $problems (printf "%s.tokenizer has %s; allowed: one of them" $where (sortAlpha $tokenizers | join " and ")) true -}}
