@@ -24,75 +24,26 @@ import structlog
 import torch
 
 from executor_svc.attention import PagedContext
-from executor_svc.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from executor_svc.config import ExecutorConfig, build_limits
 from executor_svc.devices.base import Device, SamplingInputs, StepInputs, StepResult
 from executor_svc.devices.shapes import check_shapes
 from executor_svc.devices.worker import OrderedWorker
 from executor_svc.fast_model import is_fused, rewrite
 from executor_svc.kernels import NativeKernels, load_kernels
-from executor_svc.kv_budget import DEFAULT_CAP_FRACTION, KVMemorySettings, KVShape, choose_num_blocks
+from executor_svc.kv_budget import KVMemorySettings, KVShape, choose_num_blocks
 from executor_svc.kv_cache import KVCache, block_bytes
 from executor_svc.machine_memory import measure_machine_memory
 from executor_svc.model_probe import check_logits, find_layers
 from executor_svc.models import LoadedModel, load_model
 from executor_svc.processors import default_num_threads
 from executor_svc.sampler import Sampler
-from holdback.buckets import (
-    check_limits,
-    get_default_num_batched_tokens_buckets,
-    get_default_num_seqs_buckets,
-)
 from holdback.errors import ConfigError
-from holdback.types import ExecutorLimits, Phase, RequestSpec
+from holdback.types import Phase, RequestSpec
 
 if TYPE_CHECKING:
     from executor_svc.parallel.group import RankGroup
 
 log = structlog.get_logger(__name__)
-
-DEFAULT_BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class CpuSettings:
-    """How a model is run. None takes the default that the attribute names.
-
-    Attributes:
-        dtype: "bfloat16", "float16" or "float32"; weights are cast when loaded.
-        max_model_len: None is the model's own limit, and nothing goes beyond it.
-        block_size: tokens per KV block.
-        num_blocks: KV blocks, the null block included; not together with `kv_cache_bytes`.
-        kv_cache_bytes: None is `kv_memory_fraction`, or else 2 GiB, at most half of what is free, and at least what
-            one request of `max_model_len` needs.
-        kv_memory_fraction, kv_memory_cap_fraction, kv_memory_min_bytes: of `kv_budget.KVMemorySettings`.
-        max_num_seqs: None is the largest of `num_seqs_buckets`, else 32.
-        max_num_batched_tokens: None is the largest of `num_batched_tokens_buckets`, else 512.
-        num_batched_tokens_buckets: prefill shapes; None is decision K2's default.
-        num_seqs_buckets: decode shapes; None is decision K2's default.
-        num_threads: that compute; None is `default_num_threads()`.
-        use_kernels: run bfloat16 with the kernels in C++ where they can be built (`executor_svc.kernels`).
-        kernels_directory: where compiled kernels are kept; None is the user's cache directory.
-        require_cached: compile nothing; the kernels must be there where they can be run.
-        compile_only: the kernels must be there or be compiled now, where they can be run.
-    """
-
-    dtype: str = "bfloat16"
-    max_model_len: int | None = None
-    block_size: int = DEFAULT_BLOCK_SIZE
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    kv_memory_fraction: float | None = None
-    kv_memory_cap_fraction: float = DEFAULT_CAP_FRACTION
-    kv_memory_min_bytes: int = 0
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    num_batched_tokens_buckets: Sequence[int] | None = None
-    num_seqs_buckets: Sequence[int] | None = None
-    num_threads: int | None = None
-    use_kernels: bool = True
-    kernels_directory: pathlib.Path | None = None
-    require_cached: bool = False
-    compile_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +73,7 @@ class CpuDevice(Device):
     """A model in this process.
 
     Args:
-        model_directory: in Hugging Face layout.
-        settings: how to run it.
+        config: which model, and how to run it.
         ranks: those that share the model with this process; None when it has all of it.
 
     Raises:
@@ -132,36 +82,31 @@ class CpuDevice(Device):
 
     kind = "cpu"
 
-    def __init__(
-        self, model_directory: pathlib.Path, settings: CpuSettings | None = None, ranks: RankGroup | None = None
-    ) -> None:
-        settings = settings or CpuSettings()
-        num_threads = default_num_threads() if settings.num_threads is None else settings.num_threads
-        if num_threads < 1:
-            raise ConfigError(f"num_threads is {num_threads}; allowed: at least 1")
+    def __init__(self, config: ExecutorConfig, ranks: RankGroup | None = None) -> None:
+        if config.model is None:
+            raise ConfigError("model is required by the device cpu")
+        num_threads = config.num_threads if ranks is None else ranks.num_threads(config.num_threads)
+        num_threads = num_threads or default_num_threads()
         torch.set_num_threads(num_threads)
-        if settings.block_size < 1:
-            raise ConfigError(f"block_size is {settings.block_size}; allowed: at least 1")
-        self._model = load_model(model_directory, settings.dtype, settings.max_model_len, ranks)
+        self._model = load_model(config.model, config.dtype, config.max_model_len, ranks)
         self.model = self._model.info
         weights = self._model.num_weight_bytes
         self.num_weight_bytes = weights
         layers = find_layers(self._model)
-        self._kernels, self.kernels = _load_kernels(settings, num_threads, ranks)
+        self._kernels, self.kernels = _load_kernels(config, num_threads, ranks)
         self.compiled = None if self._kernels is None else self._kernels.compiled
         check_logits(self._model, layers, None if self._kernels is None else self._rewrite)
         self.kernels += f"; threads: {num_threads}"
         log.info("kernels", kernels=self.kernels)
         dtype = self._model.module.dtype
-        bytes_per_block = block_bytes(layers, settings.block_size, dtype)
-        num_blocks = _choose_num_blocks(settings, bytes_per_block, self.model.max_model_len, weights, ranks)
-        self.limits = _make_limits(settings, self.model.max_model_len, num_blocks)
-        check_limits(self.limits, self.model.max_model_len)
+        bytes_per_block = block_bytes(layers, config.block_size, dtype)
+        num_blocks = _choose_num_blocks(config, bytes_per_block, self.model.max_model_len, weights, ranks)
+        self.limits = build_limits(config, max_model_len=self.model.max_model_len, num_blocks=num_blocks)
         # PyTorch computes a matrix product of one row in another order than those of more, which 16 bits show.
         is_invariant = dtype is torch.float32 or is_fused(self._model.module)
         self._smallest_batch = 1 if is_invariant else 2
         self._graphs = frozenset(self.declared_graphs())
-        self.kv_cache = KVCache(layers, num_blocks, settings.block_size, dtype)
+        self.kv_cache = KVCache(layers, num_blocks, config.block_size, dtype)
         make_sampler = Sampler if ranks is None else ranks.sampler
         fast = () if self._kernels is None else (self._kernels.rank, self._kernels.draw)
         self._sampler = make_sampler(self.limits.max_num_seqs, self.model.vocab_size, self.model.eos_token_ids, *fast)
@@ -264,40 +209,21 @@ class CpuDevice(Device):
 
 
 def _choose_num_blocks(
-    settings: CpuSettings, bytes_per_block: int, max_model_len: int, weights: int, ranks: RankGroup | None
+    config: ExecutorConfig, bytes_per_block: int, max_model_len: int, weights: int, ranks: RankGroup | None
 ) -> int:
     """The memory is this machine's; what other programs use of it counts as used, and what all ranks need as needed."""
     if ranks is not None and ranks.rank > 0:
         return ranks.agree(None)
     wanted = KVMemorySettings(
-        num_blocks=settings.num_blocks,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        fraction=settings.kv_memory_fraction,
-        cap_fraction=settings.kv_memory_cap_fraction,
-        min_bytes=settings.kv_memory_min_bytes,
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=config.kv_cache_bytes,
+        fraction=config.kv_memory_fraction,
+        cap_fraction=config.kv_memory_cap_fraction,
+        min_bytes=config.kv_memory_min_bytes or 0,
     )
-    shape = KVShape(bytes_per_block * (1 if ranks is None else ranks.size), settings.block_size, max_model_len)
+    shape = KVShape(bytes_per_block * (1 if ranks is None else ranks.size), config.block_size, max_model_len)
     num_blocks = choose_num_blocks(shape, wanted, replace(measure_machine_memory(), weights=weights))
     return num_blocks if ranks is None else ranks.agree(num_blocks)
-
-
-def _make_limits(settings: CpuSettings, max_model_len: int, num_blocks: int) -> ExecutorLimits:
-    prefill, decode = settings.num_batched_tokens_buckets, settings.num_seqs_buckets
-    max_tokens, max_seqs = settings.max_num_batched_tokens, settings.max_num_seqs
-    if max_tokens is None:
-        max_tokens = prefill[-1] if prefill else DEFAULT_MAX_NUM_BATCHED_TOKENS
-    if max_seqs is None:
-        max_seqs = decode[-1] if decode else DEFAULT_MAX_NUM_SEQS
-    return ExecutorLimits(
-        block_size=settings.block_size,
-        num_blocks=num_blocks,
-        max_num_seqs=max_seqs,
-        max_num_batched_tokens=max_tokens,
-        num_batched_tokens_buckets=tuple(
-            get_default_num_batched_tokens_buckets(min(max_tokens, max_model_len)) if prefill is None else prefill
-        ),
-        num_seqs_buckets=tuple(get_default_num_seqs_buckets(max_seqs) if decode is None else decode),
-    )
 
 
 def _copied(array: npt.NDArray[np.int32], size: int, filler: int) -> torch.Tensor:
@@ -307,16 +233,25 @@ def _copied(array: npt.NDArray[np.int32], size: int, filler: int) -> torch.Tenso
     return torch.from_numpy(padded)
 
 
-def _load_kernels(settings: CpuSettings, num_threads: int, ranks: RankGroup | None) -> tuple[NativeKernels | None, str]:
+def _load_kernels(
+    config: ExecutorConfig, num_threads: int, ranks: RankGroup | None
+) -> tuple[NativeKernels | None, str]:
     if ranks is not None:
         return None, f"PyTorch, for {ranks.size} ranks share each layer"
-    if settings.dtype != "bfloat16":
-        return None, f"PyTorch, for the dtype is {settings.dtype}"
-    if not settings.use_kernels:
+    if config.dtype != "bfloat16":
+        return None, f"PyTorch, for the dtype is {config.dtype}"
+    if not config.use_kernels:
         return None, "PyTorch, as the settings say"
     return load_kernels(
-        settings.kernels_directory,
+        _kernels_directory(config),
         num_threads,
-        is_required=settings.require_cached,
-        must_build=settings.compile_only,
+        is_required=config.require_cached,
+        must_build=config.compile_only,
     )
+
+
+def _kernels_directory(config: ExecutorConfig) -> pathlib.Path | None:
+    """The one named, else a folder in the compile cache if one is named."""
+    if config.kernels_directory is not None:
+        return config.kernels_directory
+    return None if config.compile_cache is None else config.compile_cache / "kernels"

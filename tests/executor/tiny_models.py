@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import transformers
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.devices.base import Device, GraphKey, SamplingInputs, StepInputs
-from executor_svc.devices.cpu import CpuDevice, CpuSettings
+from executor_svc.devices.cpu import CpuDevice
 from executor_svc.graphs import DeclaredGraphs
 from executor_svc.parallel.group import RankGroup
 from holdback.buckets import blocks_for, get_bucket_for_count
@@ -53,7 +54,8 @@ def build_device(directory: pathlib.Path, *, ranks: RankGroup | None = None, **s
         "num_batched_tokens_buckets": (8, 16),
         "num_seqs_buckets": (1, 2, 4),
     }
-    return CpuDevice(directory, CpuSettings(**(defaults | settings)), ranks)
+    config = ExecutorConfig(scheduler="127.0.0.1:1", model=directory, **(defaults | settings))
+    return CpuDevice(config, ranks)
 
 
 def prefill_step(
