@@ -62,14 +62,23 @@ def main() -> int:
         f"configured, else {PYTORCH_CPU_INDEX}",
     )
     options = parser.parse_args()
+    return report(lambda: make(options))
+
+
+def make(options: argparse.Namespace) -> None:
+    make_venv(options.torch_index)
+    if options.product == "model":
+        make_model(options.models.absolute())
+    if options.product == "lowering":
+        make_lowering()
+    if options.product == "helm":
+        make_helm()
+
+
+def report(make: Callable[[], None]) -> int:
+    """Makes something; returns the exit status, once standard error says in a sentence what failed."""
     try:
-        make_venv(options.torch_index)
-        if options.product == "model":
-            make_model(options.models.absolute())
-        if options.product == "lowering":
-            make_lowering()
-        if options.product == "helm":
-            make_helm()
+        make()
     except subprocess.CalledProcessError as error:
         print(f"set-up failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}", file=sys.stderr)
         return 1

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 
-from tools.environment import CACHE, CONSTRAINTS, ROOT, VENV, SetupError, digest, pin, pip_install, publish, run
+from tools.environment import CACHE, CONSTRAINTS, ROOT, VENV, digest, pin, pip_install, publish, report, run
 
 SOURCE = ROOT / "examples" / "typescript"
 CLIENT = CACHE / "typescript-client"
@@ -22,15 +22,7 @@ OLDEST_NODE = 20
 
 
 def main() -> int:
-    try:
-        make_client()
-    except subprocess.CalledProcessError as error:
-        print(f"set-up failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}", file=sys.stderr)
-        return 1
-    except SetupError as error:
-        print(f"set-up failed: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return report(make_client)
 
 
 def make_client() -> None:
