@@ -8,7 +8,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdback.errors import RequestAbortedError
 
@@ -37,17 +37,19 @@ class LoopThread:
         Raises:
             RequestAbortedError: the loop was stopped, before or while this waits.
         """
-        with self._lock:  # so that what is handed over is there when `stop` looks for what still runs
-            if self._is_stopped:
-                work.close()
-                raise RequestAbortedError("the client is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        call = _Call(work)
         try:
-            return future.result()
+            with self._lock:  # so that what is handed over is there when `stop` looks for what still runs
+                if self._is_stopped:
+                    work.close()
+                    raise RequestAbortedError("the client is closed")
+                self._loop.call_soon_threadsafe(call.begin)
+            return call.future.result()
         except concurrent.futures.CancelledError:
             raise RequestAbortedError("the client was closed") from None
         except BaseException:
-            future.cancel()
+            # An interrupt may have come before the work began, and even before it was handed over.
+            self.call_soon(call.cancel)
             raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
@@ -64,6 +66,38 @@ class LoopThread:
         with self._lock:
             self._is_stopped = True
         self._stop()
+
+
+class _Call(Generic[T]):
+    """Work for the loop, which can be cancelled whether or not it has begun; another thread waits for `future`."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+        self._is_cancelled = False
+
+    def begin(self) -> None:
+        """In the loop's thread."""
+        if not self._is_cancelled:
+            self._task = asyncio.get_running_loop().create_task(self._work)
+            self._task.add_done_callback(self._hand_over)
+
+    def cancel(self) -> None:
+        """In the loop's thread."""
+        self._is_cancelled = True
+        if self._task is None:
+            self._work.close()
+        else:
+            self._task.cancel()
+
+    def _hand_over(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.future.cancel()
+        elif (error := task.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clean_ups: list[CleanUp]) -> None:
