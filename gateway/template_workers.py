@@ -212,5 +212,9 @@ class _Worker:
     async def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._child.kill()
+        # A pipe that is left full stays open, and newer Pythons wait for it too.
+        await self._stdout.read()
         await self._child.wait()
         self._stdin.close()
+        with contextlib.suppress(ConnectionError):
+            await self._stdin.wait_closed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import pathlib
 import resource
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from gateway import template_workers
+from gateway.template_process import HEADER, pack
 from gateway.template_workers import NUM_WORKERS, TemplateSource, TemplateWorkers, WorkerTemplate
 from holdback.errors import ConfigError, ErrorReason, InternalError, InvalidArgumentError, ResourceExhaustedError
 
@@ -130,6 +132,19 @@ async def test_nothing_runs_on_after_the_end(start: Start) -> None:
             os.kill(pid, 0)
 
 
+async def test_a_process_whose_answer_nobody_reads_is_ended_and_leaves_nothing_open(start: Start) -> None:
+    def num_open() -> int:
+        return sum(1 for _ in pathlib.Path("/proc/self/fd").iterdir())
+
+    before = num_open()
+    workers, _ = await start("{{ messages[0].content }}")
+    worker = workers._idle[0]
+    worker._stdin.write(pack({"template": 0, "messages": [{"role": "user", "content": "a" * 10**6}]}))
+    await worker._stdout.readexactly(HEADER.size)
+    await asyncio.wait_for(workers.close(), 60)
+    assert num_open() == before
+
+
 async def test_the_process_gets_nothing_secret(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDBACK_SECRET", "x")
     workers, _ = await start("x")
@@ -178,7 +193,7 @@ async def test_what_is_constant_in_a_template_is_worked_out_within_bounds(
 
 @pytest.mark.case("B56")
 async def test_clients_that_leave_start_no_more_processes_than_there_may_be(start: Start) -> None:
-    workers, [template] = await start(ON_REQUEST, timeout_s=20)
+    workers, [template] = await start(ON_REQUEST, timeout_s=6)
     left = [asyncio.create_task(template.render(SLOW)) for _ in range(8)]
     await asyncio.sleep(0.2)
     for task in left:
