@@ -26,8 +26,9 @@ def table(kind: str) -> TokenTable:
 
 
 @functools.cache
-def shipped_tokenizer(directory: pathlib.Path) -> Tokenizer:
-    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+def shipped(directory: pathlib.Path) -> tuple[Tokenizer, TokenTable]:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return tokenizer, TokenTable(tokenizer)
 
 
 def pieces_of(kind: str, prompt: list[int], output: list[int], *, keep_special_tokens: bool = False) -> list[str]:
@@ -72,10 +73,10 @@ def token_lists(kind: str, max_size: int = 24) -> st.SearchStrategy[list[int]]:
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pieces_of_the_shipped_vocabulary_concatenate_too(model_directory: pathlib.Path, data: st.DataObject) -> None:
-    tokenizer = shipped_tokenizer(model_directory)
+    tokenizer, tokens = shipped(model_directory)
     ids = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=24)
     prompt, output, keep = data.draw(ids), data.draw(ids), data.draw(st.booleans())
-    detokenizer = Detokenizer(TokenTable(tokenizer), prompt, keep_special_tokens=keep)
+    detokenizer = Detokenizer(tokens, prompt, keep_special_tokens=keep)
     pieces = [*map(detokenizer.add, output), detokenizer.flush()]
     assert "".join(pieces) == added_text(tokenizer, prompt, output, keep)
 

@@ -91,7 +91,9 @@ def make_prompts(tokenizer_file: pathlib.Path, count: int, shortest: int = 5, lo
     return prompts
 
 
-def references(model_directory: pathlib.Path, prompts: list[list[int]]) -> list[Reference]:
+def references(
+    model_directory: pathlib.Path, prompts: list[list[int]], num_outputs: int = NUM_OUTPUTS
+) -> list[Reference]:
     """Greedy `generate` of transformers, each prompt alone, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -103,8 +105,8 @@ def references(model_directory: pathlib.Path, prompts: list[list[int]]) -> list[
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
-            max_new_tokens=NUM_OUTPUTS,
-            min_new_tokens=NUM_OUTPUTS,
+            max_new_tokens=num_outputs,
+            min_new_tokens=num_outputs,
             eos_token_id=-1,  # as `ignore_eos`: an end token is a token like any other
             pad_token_id=0,
             return_dict_in_generate=True,
@@ -126,7 +128,7 @@ async def compare(address: str, expected: list[Reference], name: str, *, at_once
             async with semaphore:
                 answer = await client.generate(
                     token_ids=reference.prompt,
-                    max_tokens=NUM_OUTPUTS,
+                    max_tokens=len(reference.tokens),
                     temperature=0.0,
                     ignore_eos=True,
                     cache_salt=salt,
