@@ -22,8 +22,8 @@ MODEL := $(MODELS)/smollm2-135m
 SETUP := $(PYTHON) tools/environment.py --torch-index '$(TORCH_INDEX)' --models '$(MODELS)'
 PYTEST := HOLDBACK_TEST_MODEL='$(abspath $(MODEL))' $(RUN)/python -m pytest $(if $(CASE),--case '$(CASE)') $(PYTEST_ARGS)
 
-IMPURE := loopback or model or compiled
-UNIT_TESTS := $(PYTEST) -n auto --dist worksteal -m 'not ($(IMPURE))'
+# On all processors: what neither starts processes nor takes more than one.
+SHARED := $(PYTEST) -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo serve test test-unit check check-lint check-types check-protos check-layers check-pythons
@@ -50,16 +50,16 @@ demo: model ## starts everything, asks two questions, shows the steps, stops
 serve: model ## scheduler, executor and gateway with the real model, until Ctrl-C
 	$(RUN)/holdback up --model '$(MODEL)' --port '$(PORT)'
 
-# The pure tests on all processors, then those that start processes or take all of them, one after the other.
+# Those that start processes or take all processors, one after the other, come after the others.
 test: model helm typescript ## all tests; CASE=B07 for those of one case
 ifeq ($(strip $(CASE)$(PYTEST_ARGS)),)
-	$(UNIT_TESTS); status=$$?; $(PYTEST) -m '$(IMPURE)' && exit $$status
+	$(SHARED) -m 'not (loopback or model)'; status=$$?; $(PYTEST) -m 'loopback or model' && exit $$status
 else
 	$(PYTEST)
 endif
 
 test-unit: venv ## the pure tests but those of the chart, in about a minute
-	$(UNIT_TESTS) --ignore tests/chart
+	$(SHARED) -m 'not (loopback or model or compiled)' --ignore tests/chart
 
 lower-neuron: venv ## lowers the graphs of the neuron device to StableHLO; LOWER_ARGS=--all for every one
 	@$(SETUP) lowering
