@@ -63,10 +63,14 @@ def current_caller() -> Caller:
 
 
 @contextlib.asynccontextmanager
-async def answering(context: Context) -> AsyncIterator[None]:
-    """Turns exceptions into statuses; anything that is not ours becomes INTERNAL and a log line."""
+async def answering(
+    context: Context, counting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+) -> AsyncIterator[None]:
+    """Turns exceptions into statuses; anything that is not ours becomes INTERNAL and a log line. A message that cannot
+    be read is refused in `counting()`."""
     try:
-        check_well_formed()
+        with counting():
+            check_well_formed()
         yield
     except HoldbackError as error:
         await rpc.abort(context, error)

@@ -181,10 +181,14 @@ class GenerationRun:
                 choice.submission.close()
 
     def count_ends(self) -> None:
-        """Tells the pool's counts how each choice ended; to be called once, when the run is closed."""
+        """Tells the pool's counts how each choice ended, and of the tokens that nobody took from one that was cut off;
+        to be called once, when the run is closed."""
         for choice in self.choices:
             if choice.submission is None or choice.submission.times is None:
                 continue
+            untaken = () if choice.end is not None else choice.submission.take().token_ids
+            if untaken:
+                self._count_tokens(len(untaken))
             num_outputs = choice.num_outputs - choice.num_resumed
             times, num_prompt = choice.submission.times, len(self.prompt_token_ids)
             self.pool.counts.end(self.end_of(choice), times, num_prompt, num_outputs)

@@ -96,8 +96,16 @@ class Generations:
             raise
 
     @contextlib.asynccontextmanager
-    async def run(self, message: inference_pb2.Generation, call: CallContext) -> AsyncIterator[GenerationRun]:
+    async def run(
+        self, message: inference_pb2.Generation, call: CallContext, *, counts_errors: bool = True
+    ) -> AsyncIterator[GenerationRun]:
         """A generation that has been submitted, and is ended when the block is left, however that happens.
+
+        Args:
+            message: what is asked for.
+            call: what it came with.
+            counts_errors: an error that leaves the block is counted. False within the block of another generation of
+                the same call, which the error leaves as well.
 
         Raises:
             HoldbackError: the request cannot be served; nothing of it is left.
@@ -111,7 +119,7 @@ class Generations:
             async with self._run(pool, checked, message, call) as run:
                 yield run
         except HoldbackError as error:
-            self.num_errors[model_name, error.reason] += 1
+            self.num_errors[model_name, error.reason] += counts_errors
             raise
 
     @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         async with (
-            answering(context),
+            answering(context, self._generations.counting_refusals),
             generating(self._generations, request.generation, context, is_stream=False) as run,
         ):
             response = _response(run)
@@ -50,7 +50,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         async with (
-            answering(context),
+            answering(context, self._generations.counting_refusals),
             generating(self._generations, request.generation, context, is_stream=True) as run,
         ):
             yield inference_pb2.GenerateStreamResponse(started=_started(run))

@@ -108,17 +108,24 @@ class Answer(Response):
         """Starts the generations of all prompts, or raises before it has started any with a wrong field."""
         self._messages = self._request.generations()
         named = list(zip(self._request.input_names, self._messages, strict=True))
+        if len(named) > 1:
+            with self._generations.counting_refusals():
+                await self._check_all(named)
+        for number, (name, message) in enumerate(named):
+            message.request_id = self._id if len(named) == 1 else f"{self._id}-{number}"
+            running = self._generations.run(message, self._call, counts_errors=number == 0)
+            with self._client_errors(name):
+                run = await stack.enter_async_context(running)
+            self._runs.append(run)
+            self._add_choices(number, run, message)
+
+    async def _check_all(self, named: list[tuple[str, inference_pb2.Generation]]) -> None:
+        """What a generation that is alone checks by itself. Raises InvalidArgumentError."""
         self._generations.check_fits_key(self._call, len(named), self._request.n or 1)
-        for name, message in named if len(named) > 1 else ():
+        for name, message in named:
             with self._client_errors(name):
                 check_generation(message)
             await asyncio.sleep(0)  # tokens of others go between
-        for number, (name, message) in enumerate(named):
-            message.request_id = self._id if len(named) == 1 else f"{self._id}-{number}"
-            with self._client_errors(name):
-                run = await stack.enter_async_context(self._generations.run(message, self._call))
-            self._runs.append(run)
-            self._add_choices(number, run, message)
 
     def _add_choices(self, number: int, run: GenerationRun, message: inference_pb2.Generation) -> None:
         table, keep = run.pool.tokenizer.table, message.keep_special_tokens

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from gateway.access import Access
+from gateway.access import Access, Caller
 from gateway.calls import trace_context
 from gateway.counts import HttpCounts
 from gateway.generation import CallContext
@@ -108,9 +108,8 @@ class Api:
         return await self._generate(request, ChatCompletionRequest, ChatStyle())
 
     async def _generate(self, request: Request, kind: type[GenerationRequest], style: Style) -> Response:
+        caller = self._authenticate(request)
         with self._generations.counting_refusals():
-            caller = self._access.authenticate(request.headers.get("authorization"))
-            observation_of(request.scope).caller = caller.name
             self._generations.check_open()
             holder = f"key {caller.name}" if caller.name else _address(request)
             read = kind.read(await self._bodies.read(request, holder, self._generations.pools.longest_model_len))
@@ -121,17 +120,24 @@ class Api:
 
     async def _list_models(self, request: Request) -> Response:
         """Every name that selects a model, aliases included."""
-        self._access.authenticate(request.headers.get("authorization"))
+        self._authenticate(request)
         models = [self._model(pool, name) for pool in self._generations.pools for name in pool.names]
         return JSONResponse(ModelList(data=models).model_dump())
 
     async def _get_model(self, request: Request, name: str) -> Response:
         """One model by name or alias."""
-        self._access.authenticate(request.headers.get("authorization"))
+        self._authenticate(request)
         if not name:
             raise HTTPException(404)
         check_bytes("model", name, MAX_MODEL_NAME_BYTES)
         return JSONResponse(self._model(self._generations.pools.select(name), name).model_dump())
+
+    def _authenticate(self, request: Request) -> Caller:
+        """Who calls. Raises UnauthenticatedError, which is counted."""
+        with self._generations.counting_refusals():
+            caller = self._access.authenticate(request.headers.get("authorization"))
+        observation_of(request.scope).caller = caller.name
+        return caller
 
     def _model(self, pool: Pool, name: str) -> Model:
         model = pool.engine.status.model

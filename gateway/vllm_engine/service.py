@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import pathlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -57,8 +57,10 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
         self._last_received_at = time.time()
-        async with _answering(context):
-            message = decode_request(request, self._served.pool.names[0])
+        counting = self._generations.counting_refusals
+        async with _answering(context, counting):
+            with counting():
+                message = decode_request(request, self._served.pool.names[0])
             async with generating(self._generations, message, context, is_stream=request.stream) as run:
                 responses = Responses(run, stream=request.stream)
                 async for choice, delta in run.deltas():
@@ -161,8 +163,10 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
 
 
 @contextlib.asynccontextmanager
-async def _answering(context: Context) -> AsyncIterator[None]:
-    async with answering(context):
+async def _answering(
+    context: Context, counting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+) -> AsyncIterator[None]:
+    async with answering(context, counting):
         try:
             yield
         except InvalidArgumentError as error:
