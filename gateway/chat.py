@@ -20,9 +20,10 @@ import jinja2.parser
 import jinja2.sandbox
 
 from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError
+from holdback.request_limits import num_bytes
 
-MAX_RENDERED_CHARS = 8 * 1024 * 1024
-"""More than any model takes; a template that writes more is stopped."""
+MAX_RENDERED_BYTES = 8 * 1024 * 1024
+"""Of UTF-8, as long as a text may be. More than any model takes; a template that writes more is stopped."""
 
 
 class ChatTemplate:
@@ -84,18 +85,21 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, has_template: bool)
 
 
 def _join_bounded(pieces: Any) -> str:
-    taken, num_chars = [], 0
+    taken, total = [], 0
     for piece in pieces:
-        num_chars += len(piece)
-        if num_chars > MAX_RENDERED_CHARS:
-            raise template_failed(f"the template writes more than {MAX_RENDERED_CHARS} characters")
+        # The characters first: to encode a piece of very many takes as much again.
+        total += len(piece) if total + len(piece) > MAX_RENDERED_BYTES else _num_bytes(piece)
+        if total > MAX_RENDERED_BYTES:
+            raise template_failed(f"the template writes more than {MAX_RENDERED_BYTES} bytes")
         taken.append(piece)
-    text = "".join(taken)
+    return "".join(taken)
+
+
+def _num_bytes(piece: str) -> int:
     try:
-        text.encode()
+        return num_bytes(piece)
     except UnicodeEncodeError:
         raise template_failed("the template writes half of a surrogate pair, which is no character") from None
-    return text
 
 
 def template_failed(why: str) -> InvalidArgumentError:

@@ -26,7 +26,7 @@ from gateway.metrics import METRICS, GatewayMetrics
 from gateway.pool import Pool, Pools
 from gateway.services import GrpcServices
 from gateway.template_workers import TemplateSource, TemplateWorkers
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import Tokenizer, TokenizerThreads
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
@@ -70,6 +70,7 @@ class GatewayServer:
             max_connection_age_s=config.max_connection_age_s,
             max_receive_bytes=MAX_REQUEST_BYTES,
         )
+        self._tokenizer_threads = TokenizerThreads()
         self._tracer = create_tracer(config.process, config.trace_endpoint)
         self._generations = Generations(self.pools)
         self._services: GrpcServices
@@ -147,7 +148,7 @@ class GatewayServer:
             task.cancel()
         for pool in self.pools:
             await pool.engine.close()
-            pool.tokenizer.close()
+        self._tokenizer_threads.close()
         await self.templates.close()
         await self._health.stop()
         await self._metrics.stop()
@@ -178,7 +179,7 @@ class GatewayServer:
             await self.http.stop(STOP_GRACE_S)
 
     async def _load_pool(self, config: PoolConfig) -> Pool:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer, self._tokenizer_threads)
         engine = EngineClient(
             config.scheduler,
             model_name=config.served_model_names[0],

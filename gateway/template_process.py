@@ -1,9 +1,11 @@
 """The process that renders chat templates: `python -m gateway.template_process BYTES`, started by `template_workers`.
 
-BYTES is its limit of memory. Messages are frames on standard input and output: four bytes of length, big-endian, then
-UTF-8 JSON. Each frame in is answered by one out. `{"source": ..., "special_tokens": {...}}` makes a template known, by
-its number from 0 on, and gets `{}` once it is compiled; `{"template": number, "messages": [...]}` gets `{"text": ...}`;
-what fails gets `{"error": ...}`. The process ends with its input, or with the gateway.
+BYTES is its limit of memory. Messages are frames on standard input and output: the lengths of what follows, in four
+bytes each, big-endian; JSON; and text in UTF-8. Each frame in is answered by one out.
+`{"source": ..., "special_tokens": {...}}` makes a template known, by its number from 0 on, and gets `{}` once it is
+compiled. `{"template": number, "messages": [...]}` gets `{}` and the prompt as text; of each field of a message it has
+the number of characters, which follow one another in the text: JSON, which the loop of the gateway would make, may be
+six times as long. What fails gets `{"error": ...}`. The process ends with its input, or with the gateway.
 """
 
 from __future__ import annotations
@@ -13,19 +15,39 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from gateway.chat import ChatTemplate, template_failed
 from holdback.errors import ConfigError, InvalidArgumentError
 from holdback.parent import end_with_parent
 
-HEADER = struct.Struct(">I")
+HEADER = struct.Struct(">II")
 
 
-def pack(message: Any) -> bytes:
+def pack(message: Any, text: str = "") -> bytes:
     """A frame."""
-    body = json.dumps(message).encode()
-    return HEADER.pack(len(body)) + body
+    body, encoded = json.dumps(message).encode(), text.encode()
+    return b"".join((HEADER.pack(len(body), len(encoded)), body, encoded))
+
+
+def pack_question(number: int, messages: Sequence[Mapping[str, str]]) -> bytes:
+    """The frame that asks a template for a prompt."""
+    sizes = [{name: len(value) for name, value in message.items()} for message in messages]
+    text = "".join(value for message in messages for value in message.values())
+    return pack({"template": number, "messages": sizes}, text)
+
+
+def _messages(sizes: list[dict[str, int]], text: str) -> list[dict[str, str]]:
+    """What went into `pack_question`."""
+    messages, position = [], 0
+    for fields in sizes:
+        message = {}
+        for name, size in fields.items():
+            message[name] = text[position : position + size]
+            position += size
+        messages.append(message)
+    return messages
 
 
 def main() -> None:
@@ -34,11 +56,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     templates: list[ChatTemplate] = []
-    while (request := _read(stdin)) is not None:
+    while (frame := _read(stdin)) is not None:
+        request, text = frame
         if "source" in request:
-            _write(stdout, _add(templates, request))
+            _write(stdout, pack(_add(templates, request)))
         else:
-            _write(stdout, _answer(templates[request["template"]], request["messages"]))
+            _write(stdout, _answer(templates[request["template"]], request["messages"], text))
 
 
 def _add(templates: list[ChatTemplate], request: dict[str, Any]) -> dict[str, str]:
@@ -49,25 +72,26 @@ def _add(templates: list[ChatTemplate], request: dict[str, Any]) -> dict[str, st
     return {}
 
 
-def _answer(template: ChatTemplate, messages: list[dict[str, Any]]) -> dict[str, str]:
+def _answer(template: ChatTemplate, sizes: list[dict[str, int]], text: str) -> bytes:
     try:
-        return {"text": template.render(messages)}
+        return pack({}, template.render(_messages(sizes, text)))
     except InvalidArgumentError as error:
-        return {"error": error.message}
+        return pack({"error": error.message})
     except MemoryError:
-        return {"error": template_failed("it needs more memory than it may have").message}
+        return pack({"error": template_failed("it needs more memory than it may have").message})
 
 
-def _read(stream: BinaryIO) -> Any:
-    """The next message; None at the end of the input."""
+def _read(stream: BinaryIO) -> tuple[Any, str] | None:
+    """The next message and its text; None at the end of the input."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    return json.loads(stream.read(HEADER.unpack(header)[0]))
+    size, text_size = HEADER.unpack(header)
+    return json.loads(stream.read(size)), stream.read(text_size).decode()
 
 
-def _write(stream: BinaryIO, message: Any) -> None:
-    stream.write(pack(message))
+def _write(stream: BinaryIO, frame: bytes) -> None:
+    stream.write(frame)
     stream.flush()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 from gateway.chat import check_messages, template_error, template_failed
-from gateway.template_process import HEADER, pack
+from gateway.template_process import HEADER, pack, pack_question
 from gateway.turns import TurnLimits, Turns
 from holdback.errors import ConfigError, InternalError
 from holdback.parent import PARENT_VARIABLE
@@ -113,7 +113,7 @@ class TemplateWorkers:
         is_fit = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await worker.ask({"template": number, "messages": [dict(message) for message in messages]})
+                answer, text = await worker.ask(pack_question(number, messages))
             is_fit = True
         except TimeoutError:
             raise template_failed(f"it took longer than template_timeout_s, which is {self._timeout_s:g} s") from None
@@ -127,7 +127,7 @@ class TemplateWorkers:
                 await worker.end()
         if "error" in answer:
             raise template_error(answer["error"])
-        return str(answer["text"])
+        return text
 
     async def _free_worker(self) -> _Worker:
         """One that waits and has not died meanwhile, else a new one.
@@ -200,14 +200,16 @@ class _Worker:
 
     async def compile(self, source: TemplateSource) -> str | None:
         """Makes the next template known. What is wrong with it, if anything is."""
-        answer = await self.ask({"source": source.text, "special_tokens": source.special_tokens})
+        answer, _ = await self.ask(pack({"source": source.text, "special_tokens": source.special_tokens}))
         return None if "error" not in answer else str(answer["error"])
 
-    async def ask(self, message: Any) -> Any:
-        self._stdin.write(pack(message))
+    async def ask(self, frame: bytes) -> tuple[Any, str]:
+        """The answer to a frame, and its text."""
+        self._stdin.write(frame)
         await self._stdin.drain()
-        (size,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
-        return json.loads(await self._stdout.readexactly(size))
+        size, text_size = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
+        answer = json.loads(await self._stdout.readexactly(size))
+        return answer, (await self._stdout.readexactly(text_size)).decode()
 
     async def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -4,8 +4,9 @@ Special tokens are added once. A prompt of plain text gets what the model's toke
 nothing); if the text itself begins with the BOS string, that one counts and no second is added. A rendered chat gets
 none, for its template wrote them. As in transformers, `add_bos_token` beside a tokenizer.json means nothing.
 
-Short, middling and long texts have threads of their own, so that none waits behind a longer kind; among its like, what
-is shorter goes first (`turns`).
+Texts have threads by their length, so that none waits behind a longer kind; among its like, what is shorter goes first
+(`turns`). The threads are those of all tokenizers of a process, and of long texts each kind has one: while it is
+tokenized, a text takes up to 400 times its size.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import Any, TypeVar
 import tokenizers
 
 from gateway.detokenizer import TokenTable, decode
+from gateway.limits import MAX_TOKEN_IDS
 from gateway.turns import TurnLimits, Turns
-from holdback.errors import ConfigError
+from holdback.errors import ConfigError, ErrorReason
+from holdback.request_limits import size_error
 from holdback.types import ModelInfo
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -43,19 +46,22 @@ class Lane:
         max_text_chars: the longest text.
         max_num_tokens: the most tokens to decode, which take about as long.
         max_chars: of all that waits for its turn.
+        max_threads: of which there are no more than processors either.
     """
 
     max_text_chars: int
     max_num_tokens: int
     max_chars: int
+    max_threads: int
 
 
 LANES = (
-    Lane(4 * 1024, 16 * 1024, 8 * MEBI),
-    Lane(64 * 1024, 128 * 1024, 32 * MEBI),
-    Lane(8 * MEBI, 2 * MEBI, 64 * MEBI),
+    Lane(4 * 1024, 16 * 1024, 8 * MEBI, MAX_THREADS),
+    Lane(64 * 1024, 128 * 1024, 32 * MEBI, MAX_THREADS),
+    Lane(MEBI, 512 * 1024, 32 * MEBI, 1),
+    Lane(8 * MEBI, MAX_TOKEN_IDS, 64 * MEBI, 1),
 )
-"""The longest of each take about 10 ms, 0.1 s and 10 s, all that may wait of a kind at most two minutes of a thread."""
+"""The longest of each take about 5 ms, 0.1 s, 1 s and 10 s, all that may wait of a kind at most 100 s of a thread."""
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -75,12 +81,16 @@ class Tokenizer:
         largest_token_id: of the vocabulary, added tokens included.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, files: dict[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        files: dict[str, Any],
+        chat_template: str | None,
+        threads: TokenizerThreads,
+    ) -> None:
         config = files["tokenizer_config.json"]
         self._backend = backend
-        num_threads = min(MAX_THREADS, os.cpu_count() or 1)
-        *shorter, longest = LANES
-        self._queues = [_Queue(lane, num_threads) for lane in shorter] + [_Queue(longest, max(1, num_threads // 2))]
+        self._threads = threads
         backend.no_truncation()
         backend.no_padding()
         self.table = TokenTable(backend)
@@ -93,8 +103,12 @@ class Tokenizer:
         self._prefix, self._suffix = self._added_tokens()
 
     @classmethod
-    def load(cls, directory: pathlib.Path) -> Tokenizer:
+    def load(cls, directory: pathlib.Path, threads: TokenizerThreads | None = None) -> Tokenizer:
         """The tokenizer in a directory of Hugging Face layout.
+
+        Args:
+            directory: of the model.
+            threads: that it shares with others; its own where there are none.
 
         Raises:
             ConfigError: the directory or a file in it is missing or is not what its name says.
@@ -108,12 +122,14 @@ class Tokenizer:
             raise ConfigError(f"{path}: not a tokenizer: {error}") from None
         names = ("tokenizer_config.json", "generation_config.json", "config.json")
         files = {name: _read_json(directory / name) for name in names}
-        return cls(backend, files, _read_chat_template(directory, files["tokenizer_config.json"]))
+        template = _read_chat_template(directory, files["tokenizer_config.json"])
+        return cls(backend, files, template, TokenizerThreads() if threads is None else threads)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of plain text, the model's special tokens added once.
 
         Raises:
+            InvalidArgumentError: they are more than any request may have.
             ResourceExhaustedError: too much text of this kind waits already.
         """
         token_ids = await self.encode_rendered(text)
@@ -124,17 +140,14 @@ class Tokenizer:
 
     async def encode_rendered(self, text: str) -> list[int]:
         """Token ids of text that already has its special tokens, as a chat template writes it. Raises as `encode`."""
-        queue = next((queue for queue in self._queues if len(text) <= queue.lane.max_text_chars), self._queues[-1])
-        return await queue.run(len(text), partial(self._encode, text))
+        return await self._threads.for_text(len(text)).run(len(text), partial(self._encode, text))
 
     async def decode(
         self, token_ids: Sequence[int], *, keep_special_tokens: bool = False, whole_only: bool = False
     ) -> str:
-        """Text of token ids, as `detokenizer.decode` says. Raises as `encode`."""
-        num_tokens = len(token_ids)
-        queue = next((queue for queue in self._queues if num_tokens <= queue.lane.max_num_tokens), self._queues[-1])
+        """Text of token ids, as `detokenizer.decode` says. Raises ResourceExhaustedError as `encode`."""
         work = partial(decode, self.table, token_ids, keep_special_tokens=keep_special_tokens, whole_only=whole_only)
-        return await queue.run(num_tokens * CHARS_PER_TOKEN, work)
+        return await self._threads.for_tokens(len(token_ids)).run(len(token_ids) * CHARS_PER_TOKEN, work)
 
     def mismatch(self, model: ModelInfo) -> str | None:
         """Why this tokenizer cannot serve the model, with the numbers; None if it can.
@@ -158,12 +171,18 @@ class Tokenizer:
         return None
 
     def close(self) -> None:
-        for queue in self._queues:
-            queue.close()
+        """Ends the threads, also for those that share them."""
+        self._threads.close()
 
     def _encode(self, text: str) -> list[int]:
         # `encode` of one text holds Python's lock for as long as it takes, seconds for a megabyte; this does not.
-        return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
+        # `fast` leaves out where in the text each token is, and its string: less than half of the time, less memory,
+        # and what it gives is let go of in less time, in which the lock is held.
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        if len(encoding) > MAX_TOKEN_IDS:  # to hand over more would hold the lock, and no request could have them
+            limit, reason = f"at most {MAX_TOKEN_IDS}", ErrorReason.PROMPT_TOO_LONG
+            raise size_error("prompt", len(encoding), "tokens", limit, reason)
+        return encoding.ids
 
     def id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -177,11 +196,32 @@ class Tokenizer:
         return token_ids[: own[0]], token_ids[own[-1] + 1 :]
 
 
+class TokenizerThreads:
+    """Where the tokenizers of a process work, so that what they take together is bounded, however many there are."""
+
+    def __init__(self) -> None:
+        self._queues = [_Queue(lane) for lane in LANES]
+
+    def for_text(self, num_chars: int) -> _Queue:
+        """For a text of this length."""
+        return next((queue for queue in self._queues if num_chars <= queue.lane.max_text_chars), self._queues[-1])
+
+    def for_tokens(self, num_tokens: int) -> _Queue:
+        """For so many tokens to decode."""
+        return next((queue for queue in self._queues if num_tokens <= queue.lane.max_num_tokens), self._queues[-1])
+
+    def close(self) -> None:
+        """Takes no more work. What is under way goes on."""
+        for queue in self._queues:
+            queue.close()
+
+
 class _Queue:
     """The threads of one lane, and what waits for them."""
 
-    def __init__(self, lane: Lane, num_threads: int) -> None:
+    def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        num_threads = min(lane.max_threads, os.cpu_count() or 1)
         limits = TurnLimits(num_threads, lane.max_chars, largest_chars=lane.max_text_chars)
         self._turns = Turns("tokenized", limits)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tokenizer-{lane.max_text_chars}")

@@ -113,9 +113,18 @@ def test_a_template_reaches_nothing_outside_its_sandbox(source: str) -> None:
 
 @pytest.mark.case("B72")
 def test_what_a_template_writes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 1000)
+    monkeypatch.setattr(chat, "MAX_RENDERED_BYTES", 1000)
     source = "{% for i in range(10000) %}{% for j in range(10000) %}0123456789{% endfor %}{% endfor %}"
-    assert "writes more than 1000 characters" in refusal(source).message
+    assert "writes more than 1000 bytes" in refusal(source).message
+
+
+def test_it_is_bytes_that_are_bounded_in_many_pieces_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_RENDERED_BYTES", 1000)
+    emoji = [{"role": "user", "content": "\U0001f600" * 250}]
+    assert render("{{ messages[0].content }}", emoji) == emoji[0]["content"]
+    assert render("{% for c in messages[0].content %}{{ c }}{% endfor %}", emoji) == emoji[0]["content"]
+    for source in ("{{ messages[0].content }}\u00e9", "{% for c in messages[0].content + 'a' %}{{ c }}{% endfor %}"):
+        assert "writes more than 1000 bytes" in refusal(source, emoji).message
 
 
 def test_a_source_that_is_no_template_is_refused_at_start() -> None:

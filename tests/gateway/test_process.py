@@ -153,3 +153,14 @@ async def test_the_default_name_of_a_model_is_that_of_its_directory(
     directory = save_directory(tmp_path / "some-model", make_tokenizer("byte_level"))
     gateway = await make_gateway(scheduler=scheduler.target, tokenizer=directory, served_model_name="")
     assert [pool.names for pool in gateway.pools] == [("some-model",)]
+
+
+async def test_the_pools_of_a_gateway_share_their_threads_so_that_the_longest_texts_have_one_place_in_all(
+    make_gateway: Make, directory: pathlib.Path
+) -> None:
+    pools = [
+        {"served_model_names": [name], "scheduler": "127.0.0.1:1", "tokenizer": directory} for name in ("one", "two")
+    ]
+    gateway = await make_gateway(pools=pools)
+    first, second = gateway.pools
+    assert first.tokenizer._threads is second.tokenizer._threads

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from gateway import template_workers
-from gateway.template_process import HEADER, pack
+from gateway.template_process import HEADER, pack_question
 from gateway.template_workers import NUM_WORKERS, TemplateSource, TemplateWorkers, WorkerTemplate
 from holdback.errors import ConfigError, ErrorReason, InternalError, InvalidArgumentError, ResourceExhaustedError
 
@@ -58,6 +58,22 @@ async def refusal(template: WorkerTemplate, messages: list[dict[str, str]] = USE
 async def test_each_model_has_its_own_template(start: Start) -> None:
     _, templates = await start("{{ bos_token }}{{ messages[0].content }}", "other {{ messages[0].role }}")
     assert [await template.render(USER) for template in templates] == ["<s>h\u00e9", "other user"]
+
+
+async def test_a_template_sees_each_field_as_it_was_sent_and_its_prompt_comes_back_as_it_was_written(
+    start: Start,
+) -> None:
+    _, [template] = await start("{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m | length }}]{% endfor %}")
+    contents = ["", "\x00\x01\r\n\u2028", '"\\', "\U0001f600\u00e9", "a"]
+    messages = [{"role": f"r{number}", "content": content} for number, content in enumerate(contents)]
+    expected = "".join(f"[r{number}|{content}|2]" for number, content in enumerate(contents))
+    assert await template.render(messages) == expected
+
+
+def test_what_goes_to_a_template_is_as_long_as_its_text_whatever_that_is() -> None:
+    for character in ("\x01", "\U0001f600", '"'):
+        content = character * 10_000
+        assert len(pack_question(0, [{"role": "user", "content": content}])) < len(content.encode()) + 200
 
 
 @pytest.mark.case("B51")
@@ -139,7 +155,7 @@ async def test_a_process_whose_answer_nobody_reads_is_ended_and_leaves_nothing_o
     before = num_open()
     workers, _ = await start("{{ messages[0].content }}")
     worker = workers._idle[0]
-    worker._stdin.write(pack({"template": 0, "messages": [{"role": "user", "content": "a" * 10**6}]}))
+    worker._stdin.write(pack_question(0, [{"role": "user", "content": "a" * 10**6}]))
     await worker._stdout.readexactly(HEADER.size)
     await asyncio.wait_for(workers.close(), 60)
     assert num_open() == before

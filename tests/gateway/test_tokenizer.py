@@ -14,8 +14,8 @@ import pytest
 import transformers
 from tokenizers import processors
 
-from gateway.tokenizer import LANES, MAX_THREADS, Tokenizer
-from holdback.errors import ConfigError, ResourceExhaustedError
+from gateway.tokenizer import LANES, MAX_THREADS, Lane, Tokenizer, TokenizerThreads
+from holdback.errors import ConfigError, ErrorReason, InvalidArgumentError, ResourceExhaustedError
 from holdback.types import ModelInfo
 from tests.gateway.small_tokenizers import KINDS, byte_ids, make_tokenizer, save_directory, with_bos
 
@@ -187,11 +187,78 @@ async def test_what_is_short_does_not_wait_for_long_texts_of_others(
     tokenizer.close()
 
 
+async def test_a_text_waits_for_none_of_a_longer_kind(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = [Lane(limit, limit, 1000, 1) for limit in (4, 8, 12, 16)]
+    monkeypatch.setattr("gateway.tokenizer.LANES", lanes)
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    may_go_on = threading.Event()
+
+    def encode(text: str) -> list[int]:
+        assert len(text) < 16 or may_go_on.wait(30)
+        return [len(text)]
+
+    monkeypatch.setattr(tokenizer, "_encode", encode)
+    long = asyncio.create_task(tokenizer.encode("x" * 16))
+    try:
+        for size in (12, 8, 4):
+            assert await asyncio.wait_for(tokenizer.encode("x" * size), 10) == [size]
+        assert not long.done()
+    finally:
+        may_go_on.set()
+    assert await long == [16]
+    tokenizer.close()
+
+
+def test_only_short_texts_are_tokenized_several_at_a_time() -> None:
+    # What one takes is up to 400 times its size.
+    assert [lane.max_threads for lane in LANES if lane.max_text_chars > 65_536] == [1, 1]
+
+
+async def test_of_the_longest_texts_one_is_under_way_though_they_are_for_several_models(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tokenizer.LANES", [dataclasses.replace(LANES[-1], max_text_chars=10)])
+    threads = TokenizerThreads()
+    directory = save_directory(tmp_path, make_tokenizer("byte_level"))
+    tokenizers = [Tokenizer.load(directory, threads) for _ in range(2)]
+    may_go_on = threading.Event()
+    begun: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        begun.append(text)
+        assert may_go_on.wait(30)
+        return []
+
+    for tokenizer in tokenizers:
+        monkeypatch.setattr(tokenizer, "_encode", encode)
+    first, second = (asyncio.create_task(tokenizer.encode("x" * 10)) for tokenizer in tokenizers)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    (queue,) = threads._queues
+    assert (len(queue._turns.under_way), len(queue._turns._waiting)) == (1, 1)
+    may_go_on.set()
+    await asyncio.gather(first, second)
+    assert len(begun) == 2
+    threads.close()
+
+
+async def test_more_tokens_than_any_request_may_have_are_refused_before_they_are_made_into_numbers(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tokenizer.MAX_TOKEN_IDS", 10)
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    assert len(await tokenizer.encode("\n" * 10)) == 10
+    with pytest.raises(InvalidArgumentError, match="prompt has 11 tokens; allowed: at most 10") as caught:
+        await tokenizer.encode("\n" * 11)
+    assert caught.value.reason is ErrorReason.PROMPT_TOO_LONG
+    tokenizer.close()
+
+
 @pytest.mark.parametrize("size", [4096, 65_000, 100_000])
 async def test_the_shorter_of_two_goes_first_though_many_longer_ones_of_its_kind_came_before(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr("gateway.tokenizer.MAX_THREADS", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
     may_go_on = threading.Event()
     begun: list[int] = []
@@ -216,7 +283,7 @@ async def test_more_text_than_may_wait_is_refused_and_the_rest_is_served(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     held = [size + 256, 2 * size + 512]
-    monkeypatch.setattr("gateway.tokenizer.MAX_THREADS", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     limited = [dataclasses.replace(lane, max_chars=held[1] + 300) for lane in LANES]
     monkeypatch.setattr("gateway.tokenizer.LANES", limited)
     tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
@@ -226,7 +293,7 @@ async def test_more_text_than_may_wait_is_refused_and_the_rest_is_served(
     with pytest.raises(ResourceExhaustedError, match=expected):
         await tokenizer.encode("\n" * size)
     with pytest.raises(ResourceExhaustedError, match="would be added"):
-        await tokenizer.decode([5] * ({4000: 16, 50_000: 128, 100_000: 1024}[size] * 1024))
+        await tokenizer.decode([5] * ({4000: 16, 50_000: 128, 100_000: 512}[size] * 1024))
     other = "\n" if size > 4096 else "\n" * 5000
     assert len(await tokenizer.encode(other)) == len(other)
     assert [len(token_ids) for token_ids in await asyncio.gather(*waiting)] == [size, size]
