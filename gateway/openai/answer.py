@@ -40,8 +40,7 @@ from holdback.v1 import inference_pb2
 log = structlog.get_logger(__name__)
 
 CLIENT_LEFT = "CLIENT_LEFT"
-CUT_OFF = "CUT_OFF"
-"""What the log says of answers that nobody waits for any more, and of those that a stop left no time."""
+"""What the log says of answers that nobody waits for any more."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -84,9 +83,6 @@ class Answer(Response):
             else:
                 observation = observation_of(scope)
                 observation.error, observation.status = CLIENT_LEFT, CLIENT_CLOSED  # also of a stream that had begun
-        except asyncio.CancelledError:
-            observation_of(scope).error = CUT_OFF
-            raise
         finally:
             for task in (answering, leaving):
                 task.cancel()

@@ -23,6 +23,9 @@ from holdback.request_limits import MAX_REQUEST_ID_BYTES
 log = structlog.get_logger(__name__)
 
 SCOPE_KEY = "holdback.observation"
+ANSWERED_KEY = "holdback.answered"
+"""In a scope: the status of the answer that the connection gave by itself, in place of the application's."""
+
 MAX_HEADER_BYTES = 16 * 1024
 MAX_LOGGED_PATH_CHARS = 200
 QUIET_ROUTES = ("/health/live", "/health/ready", "/metrics")
@@ -96,6 +99,7 @@ class Observing:
 
     def _end(self, scope: Scope, observation: Observation) -> None:
         route = getattr(scope.get("route"), "path", None)
+        observation.status = scope.get(ANSWERED_KEY, observation.status)
         self._count(route, scope["method"], observation.status)
         names = ("request_id", "trace_id", "client_request_id", "caller", "error")
         say = log.debug if route in QUIET_ROUTES else log.info

@@ -13,7 +13,9 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 
+import structlog
 import uvicorn
 
 from gateway.access import Access
@@ -21,8 +23,11 @@ from gateway.counts import HttpCounts
 from gateway.generations import Generations
 from gateway.openai.app import create_app
 from gateway.openai.observing import MAX_HEADER_BYTES
+from gateway.openai.protocol import HttpProtocol
 from holdback.errors import ConfigError, InternalError
 from holdback.tls import NO_TLS, Tls
+
+log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -50,7 +55,7 @@ class HttpServer:
         self.port = 0
         config = uvicorn.Config(
             create_app(generations, access, is_ready, counts, metrics),
-            http="h11",
+            http=partial(HttpProtocol, counts.count_request),  # type: ignore[arg-type]  # it is called like the class
             ws="none",
             lifespan="off",
             log_config=None,
@@ -98,7 +103,10 @@ class HttpServer:
             if self._socket is not None:
                 self._socket.close()
             return
-        self._server.end(grace_s)
+        self._server.end()
+        _, left = await asyncio.wait({self._serving}, timeout=grace_s)
+        if left:
+            self._server.cut()
         await self._serving
 
 
@@ -110,10 +118,15 @@ class _Server(uvicorn.Server):
         self.accepting = asyncio.Event()
         self._ended = asyncio.Event()
 
-    def end(self, grace_s: float) -> None:
-        self.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # a number is all it needs
+    def end(self) -> None:
         self.should_exit = True
         self._ended.set()
+
+    def cut(self) -> None:
+        """Ends what is left of connections: for what is still being answered on them, as clients that leave."""
+        log.warning("http_connections_cut", num_connections=len(self.server_state.connections))
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -172,8 +172,11 @@ async def test_a_slow_reader_gets_merged_pieces_and_slows_nobody(
 
 
 @pytest.mark.case("B62")
-async def test_a_reader_that_never_reads_does_not_keep_the_gateway_from_stopping(
-    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+async def test_a_reader_that_never_reads_does_not_keep_the_gateway_from_stopping_and_is_no_fault_in_the_log(
+    make_gateway: Callable[..., Any],
+    scheduler: ScriptedScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.1)
     scheduler.model = LONG
@@ -191,6 +194,7 @@ async def test_a_reader_that_never_reads_does_not_keep_the_gateway_from_stopping
         while not is_held_up(gateway):
             await http.get("/health/live")
     await asyncio.wait_for(gateway.stop(), 60)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
     writer.close()
 
 
