@@ -18,8 +18,9 @@ from holdback.buckets import (
     get_default_num_batched_tokens_buckets,
     get_default_num_seqs_buckets,
 )
-from holdback.config import ServiceConfig
+from holdback.endpoints import Target
 from holdback.errors import ConfigError
+from holdback.step_timeouts import StepTimeoutConfig
 from holdback.types import ExecutorLimits
 
 DEVICES = ("cpu", "neuron", "simulated")
@@ -40,12 +41,12 @@ Buckets = Annotated[tuple[int, ...], pydantic.BeforeValidator(_split), pydantic.
 TokenIds = Annotated[tuple[int, ...], pydantic.BeforeValidator(_split), pydantic.Field(max_length=64)]
 
 
-class ExecutorConfig(ServiceConfig):
+class ExecutorConfig(StepTimeoutConfig):
     """One executor, and so one device group."""
 
     process: ClassVar[str] = "executor"
 
-    scheduler: str | None = pydantic.Field(
+    scheduler: Target | None = pydantic.Field(
         None, description="host:port of the scheduler to register with; required, except with compile_only"
     )
     device: str = pydantic.Field("cpu", description=f"what runs the model: {', '.join(DEVICES)}")
@@ -152,15 +153,6 @@ class ExecutorConfig(ServiceConfig):
     drain_timeout_s: float = pydantic.Field(
         5.0, gt=0, le=3600, description="how long a stop waits for the step that runs before the process ends anyway"
     )
-    step_timeout_factor: float = pydantic.Field(
-        20.0,
-        ge=1,
-        le=1000,
-        description="a step that takes this many times its expected time ends the process, status 3",
-    )
-    min_step_timeout_s: float = pydantic.Field(
-        10.0, gt=0, le=3600, description="no step ends the process before this many seconds"
-    )
     simulated_vocab_size: int | None = pydantic.Field(
         None, ge=17, le=2**20, description="simulated device: vocabulary; null: that of the model directory, else 32000"
     )
@@ -183,16 +175,6 @@ class ExecutorConfig(ServiceConfig):
     simulated_hang_token_id: int | None = pydantic.Field(
         None, ge=0, description="simulated device: a step that computes this token never ends"
     )
-
-    @pydantic.field_validator("scheduler")
-    @classmethod
-    def _host_and_port(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            raise ValueError("allowed: host:port, with a port in [1, 65535]")
-        return value
 
     @pydantic.field_validator("advertise_address")
     @classmethod

@@ -39,6 +39,7 @@ from executor_svc.watchdog import StepWatchdog
 from holdback import rpc
 from holdback.codec import encode_execution_failed
 from holdback.errors import (
+    ConfigError,
     DeadlineExceededError,
     ErrorReason,
     FailedPreconditionError,
@@ -236,12 +237,13 @@ class ExecutorProcess:
         await self._health.set_ready(is_registered)
 
     def _watch(self, runner: NeuronModelRunner, latencies: tuple[GraphLatency, ...]) -> None:
-        self._watchdog = StepWatchdog(
-            runner,
-            latencies,
-            step_timeout_factor=self._config.step_timeout_factor,
-            min_step_timeout_s=self._config.min_step_timeout_s,
-        )
+        slowest = max(latencies, key=lambda entry: entry.latency_us)
+        if slowest.latency_us > self._config.max_step_timeout_s * 1e6:
+            raise ConfigError(
+                f"max_step_timeout_s is {self._config.max_step_timeout_s:g}; allowed: at least what the slowest graph "
+                f"takes, {slowest.phase.value} of size {slowest.size}: {slowest.latency_us / 1e6:.1f} s"
+            )
+        self._watchdog = StepWatchdog(runner, latencies, timeout_s=self._config.step_timeout_s)
         self._watchdog.start()
 
     def _new_execution(self) -> Execution:

@@ -5,8 +5,9 @@ say that all is well. The scheduler gives such a step up and hands its requests 
 `EXIT_STEP_TIMEOUT`, so that whatever started it can start a fresh one, which claims the device anew.
 
 A step takes too long when the device has worked on it for more than `step_timeout_factor` times what its graph took at
-warm-up, at the context where it took longest, and for more than `min_step_timeout_s`. The time counts from the launch,
-or from the end of the step before if that is later. Loading, warm-up and voiding are no steps and take what they take.
+warm-up, at the context where it took longest, and for more than `min_step_timeout_s`, or for more than
+`max_step_timeout_s`. The time counts from the launch, or from the end of the step before if that is later. Loading,
+warm-up and voiding are no steps and take what they take.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ class StepWatchdog:
     Args:
         runner: whose steps.
         latencies: of every graph.
-        step_timeout_factor: times the expected time.
-        min_step_timeout_s: and at least this.
+        timeout_s: seconds that a step may run, from the microseconds that it should take.
         end_process: called with the exit status, from the watchdog's thread.
     """
 
@@ -48,18 +48,17 @@ class StepWatchdog:
         runner: NeuronModelRunner,
         latencies: Iterable[GraphLatency],
         *,
-        step_timeout_factor: float,
-        min_step_timeout_s: float,
+        timeout_s: Callable[[float], float],
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
         self._runner = runner
-        self._factor = step_timeout_factor
-        self._min_timeout_s = min_step_timeout_s
+        self._timeout_s = timeout_s
+        self._min_timeout_s = timeout_s(0)
         self._end_process = end_process
-        self._longest_s: dict[tuple[Phase, int], float] = {}
+        self._longest_us: dict[tuple[Phase, int], int] = {}
         for entry in latencies:
-            key, expected_s = (entry.phase, entry.size), entry.latency_us / 1e6
-            self._longest_s[key] = max(self._longest_s.get(key, 0.0), expected_s)
+            key = entry.phase, entry.size
+            self._longest_us[key] = max(self._longest_us.get(key, 0), entry.latency_us)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -73,8 +72,7 @@ class StepWatchdog:
         """How long the device may take for a step."""
         if launched.key is None:
             return self._min_timeout_s
-        expected_s = self._longest_s.get((launched.key.phase, launched.key.size), 0.0)
-        return max(self._min_timeout_s, self._factor * expected_s)
+        return self._timeout_s(self._longest_us.get((launched.key.phase, launched.key.size), 0))
 
     def _run(self) -> None:
         while not self._wait():

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 import pydantic
 
 from holdback.config import ServiceConfig
+from holdback.endpoints import Target
 
 MAX_POOLS = 256
 
@@ -31,7 +32,7 @@ class PoolConfig(pydantic.BaseModel):
     served_model_names: Names = pydantic.Field(
         min_length=1, description="names that select the model; the first is shown, the others are aliases"
     )
-    scheduler: str = pydantic.Field(min_length=1, description="address of the pool's scheduler, host:port")
+    scheduler: Target = pydantic.Field(description="address of the pool's scheduler, host:port")
     tokenizer: pathlib.Path = pydantic.Field(description="directory with tokenizer.json and tokenizer_config.json")
 
 
@@ -43,7 +44,7 @@ class GatewayConfig(ServiceConfig):
     pools: tuple[PoolConfig, ...] = pydantic.Field(
         (), max_length=MAX_POOLS, description="pools to serve, each with served_model_names, scheduler, tokenizer"
     )
-    scheduler: str | None = pydantic.Field(None, description="address of the only pool's scheduler, host:port")
+    scheduler: Target | None = pydantic.Field(None, description="address of the only pool's scheduler, host:port")
     tokenizer: pathlib.Path | None = pydantic.Field(None, description="the only pool's tokenizer directory")
     served_model_name: Names = pydantic.Field(
         (), description="the only pool's names, as a,b; the first is shown (default: the tokenizer directory's name)"

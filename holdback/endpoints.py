@@ -6,12 +6,15 @@ import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import grpc
 import grpc.aio
+import pydantic
 
 from holdback import rpc
 from holdback.errors import InvalidArgumentError, RequestAbortedError
+from holdback.forks import Owner
 from holdback.tls import Tls
 from holdback.v1 import inference_pb2_grpc
 
@@ -50,6 +53,7 @@ class Endpoints:
         self._all: list[Endpoint] = []
         self._turn = 0
         self._is_closed = False
+        self._owner = Owner()
 
     def __iter__(self) -> Iterator[Endpoint]:
         """Raises RequestAbortedError once closed."""
@@ -65,15 +69,19 @@ class Endpoints:
         return chosen
 
     async def close(self) -> None:
+        """Does nothing to connections of another process, from which this one was forked."""
         self._is_closed = True
-        for endpoint in self._all:
+        for endpoint in self._all if self._owner.is_here else ():
             await endpoint.channel.close()
 
     def _connect(self) -> None:
         if self._is_closed:
             raise RequestAbortedError("the client is closed")
-        if not self._all:
-            self._all = [_connect(address, self._tls) for address in self._addresses]
+        if self._all:
+            self._owner.check()
+            return
+        self._owner = Owner()
+        self._all = [_connect(address, self._tls) for address in self._addresses]
 
 
 def check_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
@@ -98,6 +106,18 @@ def check_address(address: str) -> None:
             return
     limit = "host:port, [IPv6 address]:port or dns:///name:port, without http://, with a port in [1, 65535]"
     raise InvalidArgumentError.of("address", address, limit)
+
+
+def _check_target(value: str) -> str:
+    try:
+        check_address(value)
+    except InvalidArgumentError as error:
+        raise ValueError(f"allowed: {error.limit}") from None
+    return value
+
+
+Target = Annotated[str, pydantic.AfterValidator(_check_target)]
+"""Of a configuration: an address that `check_address` takes."""
 
 
 def split_address(address: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 import structlog
 
-from holdback.config import ServiceConfig
+from holdback.step_timeouts import StepTimeoutConfig
 from scheduler_svc.core.config import KvAdmission, SchedulingPolicy
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -35,7 +35,7 @@ def _parse_network(text: str) -> Network:
     raise ValueError(f"{text[:100]!r} is no network; allowed: {meant}")
 
 
-class SchedulerServiceConfig(ServiceConfig):
+class SchedulerServiceConfig(StepTimeoutConfig):
     """One scheduler, and so one pool."""
 
     process: ClassVar[str] = "scheduler"
@@ -51,18 +51,6 @@ class SchedulerServiceConfig(ServiceConfig):
     )
     gateway_stall_timeout_s: float = pydantic.Field(
         10.0, gt=0, le=600, description="how long a gateway may leave its stream unread before it is closed"
-    )
-    step_timeout_factor: float = pydantic.Field(
-        20.0, ge=1, le=1000, description="a step that takes this many times its expected time ends the lease"
-    )
-    min_step_timeout_s: float = pydantic.Field(
-        10.0, gt=0, le=3600, description="no step is given up before this many seconds"
-    )
-    max_step_timeout_s: float = pydantic.Field(
-        600.0,
-        gt=0,
-        le=86400,
-        description="every step is given up after this many seconds; an executor with a slower graph is refused",
     )
     executor_allowed_cidrs: Annotated[tuple[Network, ...], pydantic.BeforeValidator(_parse_networks)] = pydantic.Field(
         (), description="networks that an executor's advertise_address may lie in, as a,b; none by default"
@@ -122,20 +110,6 @@ class SchedulerServiceConfig(ServiceConfig):
                 f"which is {self.heartbeat_interval_s}"
             )
         return self
-
-    @pydantic.model_validator(mode="after")
-    def _step_timeouts_are_a_range(self) -> SchedulerServiceConfig:
-        if self.max_step_timeout_s < self.min_step_timeout_s:
-            raise ValueError(
-                f"max_step_timeout_s is {self.max_step_timeout_s}; allowed: at least min_step_timeout_s, "
-                f"which is {self.min_step_timeout_s}"
-            )
-        return self
-
-    def step_timeout_s(self, expected_us: float) -> float:
-        """Seconds that a step may run which is expected to take `expected_us` microseconds."""
-        wanted_s = max(self.min_step_timeout_s, self.step_timeout_factor * expected_us / 1e6)
-        return min(wanted_s, self.max_step_timeout_s)
 
     def warn(self) -> None:
         """Logs what a legal setting costs (decision K11)."""

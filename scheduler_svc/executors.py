@@ -130,6 +130,7 @@ class _Registration:
         self._lane: Lane | None = None
         self._is_drained = False
         self._reset_because = ""
+        self._stream_ended_because: Exception | None = None
         self._log = log.bind(executor=info.executor_id, address=target)
 
     async def serve(self) -> None:
@@ -141,9 +142,14 @@ class _Registration:
             self._log_end(error.message)
             raise
         except asyncio.CancelledError:
-            self._log_end(self._reset_because or "its registration was cancelled")
+            self._log_end(self._reset_because or self._cancelled_because())
             raise
         self._log_end("")
+
+    def _cancelled_because(self) -> str:
+        why = "its registration was cancelled"
+        error = self._stream_ended_because
+        return why if error is None else f"{why}, and its Execute stream ended: {error}"
 
     def _log_end(self, why: str) -> None:
         num_steps = 0 if self._lane is None else self._lane.num_steps
@@ -227,8 +233,9 @@ class _Registration:
             await self._hear_out(lane, running)
             raise
         finally:
-            running.cancel()
-            await asyncio.wait({running})
+            if not running.done():  # else a cancellation that arrives here would hide what went wrong
+                running.cancel()
+                await asyncio.wait({running})
 
     async def _hear_out(self, lane: Lane, running: asyncio.Future[None]) -> None:
         """Applies the results that are under way. Raises the error that the executor reports behind them."""
@@ -238,6 +245,7 @@ class _Registration:
         while not (running.done() or self._registry.is_stopping) and (left_s := until - clock.now()) > 0:
             with suppress(asyncio.CancelledError):  # by gRPC, where `race` has cancelled it already
                 await asyncio.wait({running}, timeout=left_s)
+        self._stream_ended_because = lane.failure
         if running.done():
             self._is_drained = self._is_drained and running.exception() is None
             running.result()

@@ -89,6 +89,7 @@ class Lane:
         num_steps: sent so far, those that only told ends included.
         num_bound: requests that it took so far.
         is_draining: takes no further step; what is in flight is finished.
+        failure: why the stream is gone; None while it is not.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Lane:
         self._clock = clock
         self._in_flight: deque[StepInFlight] = deque()
         self._received: deque[ModelRunnerOutput] = deque()
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._wakeup = asyncio.Event()
         self._last_output_at = clock.now()
         self._oldest_is_to_blame = False
@@ -182,8 +183,8 @@ class Lane:
 
     def fail(self, error: Exception) -> None:
         """The stream is gone; `run` raises this after the outputs that came before."""
-        if self._failure is None:
-            self._failure = error
+        if self.failure is None:
+            self.failure = error
         self._wakeup.set()
 
     def finish(self, req_id: str, reason: FinishReason) -> None:
@@ -237,11 +238,11 @@ class Lane:
     async def _run(self) -> None:
         while True:
             self._apply_received()
-            if self.is_draining and (not self._in_flight or isinstance(self._failure, UnavailableError)):
+            if self.is_draining and (not self._in_flight or isinstance(self.failure, UnavailableError)):
                 # A stream that ends while it drains has not taken the last steps: nothing of them happened.
                 return
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             step = self._schedule() if self._may_send else None
             if step is not None:
                 await self._send(step)

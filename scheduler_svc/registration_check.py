@@ -52,7 +52,8 @@ def check_lengths(message: scheduler_pb2.ExecutorInfo) -> None:
 def check_info(info: ExecutorInfo, max_step_timeout_s: float) -> None:
     """Every other bound; a graph that takes longer than any step may run is refused. Raises InvalidArgumentError."""
     _check_texts(info)
-    _check_numbers(info, max_step_timeout_s)
+    _check_numbers(info)
+    _check_latencies(info, max_step_timeout_s)
     _check_message_size(info)
 
 
@@ -64,7 +65,7 @@ def _check_texts(info: ExecutorInfo) -> None:
             raise InvalidArgumentError.of(field, f"{length} bytes", f"{fewest} to {most} bytes")
 
 
-def _check_numbers(info: ExecutorInfo, max_step_timeout_s: float) -> None:
+def _check_numbers(info: ExecutorInfo) -> None:
     model, limits, compiled = info.model, info.limits, info.compiled
     ranges: dict[str, tuple[float, float, float]] = {
         "port": (info.port, 1, 65535),
@@ -72,12 +73,6 @@ def _check_numbers(info: ExecutorInfo, max_step_timeout_s: float) -> None:
         "limits.num_blocks": (limits.num_blocks, 0, MAX_NUM_BLOCKS),
         "limits.max_num_seqs": (limits.max_num_seqs, 0, MAX_NUM_SEQS),
         "model.eos_token_ids": (max(model.eos_token_ids, default=0), 0, model.vocab_size - 1),
-        # 0 is refused with the graph that has it.
-        "latencies.latency_us": (
-            max((entry.latency_us for entry in info.latencies), default=0),
-            0,
-            int(max_step_timeout_s * 1e6),
-        ),
     }
     if compiled is not None:
         ranges["compiled.num_hits"] = (compiled.num_hits, 0, MAX_NUM_COMPILED)
@@ -86,6 +81,20 @@ def _check_numbers(info: ExecutorInfo, max_step_timeout_s: float) -> None:
     for field, (value, smallest, largest) in ranges.items():
         if not smallest <= value <= largest:
             raise InvalidArgumentError.of(field, value, f"[{smallest}, {largest}]")
+
+
+def _check_latencies(info: ExecutorInfo, max_step_timeout_s: float) -> None:
+    """0 is refused by `LatencyTable`."""
+    for entry in info.latencies:
+        if entry.latency_us > max_step_timeout_s * 1e6:
+            graph = f"the {entry.phase.value} graph of size {entry.size}, context {entry.context}"
+            limit = f"at most max_step_timeout_s of the scheduler, which is {max_step_timeout_s:g} s"
+            raise InvalidArgumentError(
+                f"latency_us of {graph} is {entry.latency_us}; allowed: {limit}",
+                field="latencies.latency_us",
+                value=str(entry.latency_us),
+                limit=limit,
+            )
 
 
 def _check_message_size(info: ExecutorInfo) -> None:

@@ -7,15 +7,18 @@ import contextlib
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from holdback import codec, rpc
 from holdback.errors import ErrorReason, InternalError, UnavailableError
 from holdback.tls import NO_TLS, Tls
 from holdback.types import ExecutorInfo, SchedulerOutput
-from holdback.v1 import executor_pb2, executor_pb2_grpc
+from holdback.v1 import executor_pb2
 from scheduler_svc.lane import Lane
 from scheduler_svc.output_check import check_message, max_message_bytes
 from scheduler_svc.streams import check_protocol, protocol_version
+
+EXECUTE = f"/{executor_pb2.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Execute"
 
 
 class StepStream:
@@ -25,7 +28,9 @@ class StepStream:
         self._target = target
         self._max_message_bytes = max_message_bytes(info)
         self._channel = rpc.create_channel(target, tls, max_receive_bytes=self._max_message_bytes)
-        self._call = executor_pb2_grpc.ExecutorServiceStub(self._channel).Execute()
+        self._call = self._channel.stream_stream(
+            EXECUTE, executor_pb2.ExecuteRequest.SerializeToString, _decode_or_error
+        )()
         self._responses = aiter(self._call)
         self._encoder = codec.StepEncoder()
 
@@ -84,9 +89,20 @@ class StepStream:
         """None at the end of the stream."""
         try:
             # Not `read`, which returns nothing more of what has arrived once a write has failed.
-            return await anext(self._responses, None)
+            response = await anext(self._responses, None)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # says gRPC itself, of what is too long to take in
                 limit = f"allowed: {self._max_message_bytes} bytes, for the rows that it has"
                 raise InternalError(f"the executor sent too long a message; {limit}") from error
             raise rpc.error_from_rpc(error) from error
+        if isinstance(response, DecodeError):
+            raise InternalError(f"a message of the executor cannot be read: {response}")
+        return response
+
+
+def _decode_or_error(data: bytes) -> executor_pb2.ExecuteResponse | DecodeError:
+    """gRPC would log what cannot be read with a traceback, and hand on nothing, as it does at the end of a stream."""
+    try:
+        return executor_pb2.ExecuteResponse.FromString(data)
+    except DecodeError as error:
+        return error

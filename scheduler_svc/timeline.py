@@ -14,6 +14,7 @@ from typing import Any
 import grpc.aio
 
 from holdback import rpc
+from holdback.endpoints import check_address
 from holdback.errors import ConfigError
 from holdback.tls import NO_TLS, Tls
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -30,6 +31,7 @@ async def fetch(
     target: str, request: scheduler_pb2.GetStateRequest, tls: Tls = NO_TLS
 ) -> scheduler_pb2.GetStateResponse:
     """The state of the scheduler on `host:port`. Raises HoldbackError; ConfigError where something else serves."""
+    check_address(target)
     async with rpc.create_channel(target, tls) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from executor_svc.config import ExecutorConfig, build_limits
-from executor_svc.model_config import read_config
+from executor_svc.model_config import choose_max_model_len, read_config
 from executor_svc.model_directory import list_weights
 from holdback.buckets import blocks_for
 from holdback.errors import ConfigError
@@ -25,10 +25,9 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
     """
     if config.model is None:
         raise ConfigError("model is required by the device cpu")
-    if config.max_model_len is not None:
-        smallest = 1 + blocks_for(config.max_model_len, config.block_size)
-        build_limits(config, max_model_len=config.max_model_len, num_blocks=config.num_blocks or smallest)
-    read_config(config.model)
+    _check_limits(config, config.max_model_len)
+    model_config = read_config(config.model)
+    _check_limits(config, _length_without_torch(model_config, config.max_model_len))
     list_weights(config.model)
     # libgomp reads it when torch loads it. Its threads would spin for milliseconds between two operations, on cores
     # that the kernels' own threads and the other services need.
@@ -36,3 +35,18 @@ def create_cpu_device(config: ExecutorConfig, ranks: RankGroup | None = None) ->
     from executor_svc.devices.cpu import CpuDevice
 
     return CpuDevice(config, ranks)
+
+
+def _check_limits(config: ExecutorConfig, max_model_len: int | None) -> None:
+    if max_model_len is not None:
+        smallest = 1 + blocks_for(max_model_len, config.block_size)
+        num_blocks = smallest if config.num_blocks is None else config.num_blocks
+        build_limits(config, max_model_len=max_model_len, num_blocks=num_blocks)
+
+
+def _length_without_torch(model_config: dict[str, Any], wanted: int | None) -> int | None:
+    """What `max_model_len` will be; what only transformers can tell of it is the one that is set."""
+    try:
+        return choose_max_model_len(model_config, wanted)
+    except ConfigError:
+        return wanted

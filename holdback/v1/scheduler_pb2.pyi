@@ -294,7 +294,7 @@ class GraphLatency(_message.Message):
     context: _builtins.int
     """Context bucket in tokens; 0 for a prefill without context."""
     latency_us: _builtins.int
-    """Device time in microseconds, in [1, 600000000]."""
+    """Device time in microseconds, >= 1 and at most max_step_timeout_s of the scheduler."""
     def __init__(
         self,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import subprocess
@@ -138,6 +139,14 @@ def test_limits_that_do_not_fit_are_refused_with_both_numbers(changes: dict[str,
 def test_limits_are_refused_before_a_model_is_looked_for() -> None:
     config = load("--model", "no-such-directory", "--max-model-len", "512", "--num-blocks", "17")
     with pytest.raises(ConfigError, match="max_model_len is 512, which needs 32 blocks"):
+        create_device(config)
+
+
+def test_shapes_are_refused_before_the_weights_of_a_model_are_looked_for(tmp_path: pathlib.Path) -> None:
+    model_config = {"model_type": "llama", "architectures": ["L"], "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
+    config = load("--model", str(tmp_path), "--num-batched-tokens-buckets", "512,128")
+    with pytest.raises(ConfigError, match="strictly ascending"):
         create_device(config)
 
 

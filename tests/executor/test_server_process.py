@@ -105,6 +105,20 @@ async def test_a_step_that_hangs_ends_the_process_though_heartbeats_go_on(
     assert any("collect" in call for call in last["stacks"]["collecting"])
 
 
+async def test_a_graph_that_takes_longer_than_any_step_may_ends_the_start(
+    scheduler: StubScheduler, tmp_path: pathlib.Path
+) -> None:
+    child = await start_command(
+        tmp_path,
+        *("--scheduler", scheduler.target, "--simulated-decode-us", "200000"),
+        *("--min-step-timeout-s", "0.1", "--max-step-timeout-s", "0.1"),
+    )
+    async with asyncio.timeout(60):
+        _, errors = await child.communicate()
+    assert child.returncode == 2, errors.decode()
+    assert "max_step_timeout_s is 0.1; allowed: at least what the slowest graph takes, decode" in errors.decode()
+
+
 NATIVE_WARM_UP = """
 import asyncio, sys, torch
 from executor_svc import server

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from executor_svc.config import ExecutorConfig
 from executor_svc.devices.base import Device, GraphKey
 from executor_svc.devices.simulated import SimulatedFaults, SimulatedLatencies
 from executor_svc.runner import LaunchedStep, NeuronModelRunner
@@ -31,11 +32,17 @@ class Clock:
         return self.now_ns
 
 
-def build_watchdog(runner: NeuronModelRunner, *latencies: GraphLatency, factor: float = 20.0, least_s: float = 10.0):
+def build_watchdog(
+    runner: NeuronModelRunner,
+    *latencies: GraphLatency,
+    factor: float = 20.0,
+    least_s: float = 10.0,
+    most_s: float = 600.0,
+):
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    watchdog = StepWatchdog(
-        runner, latencies, step_timeout_factor=factor, min_step_timeout_s=least_s, end_process=ended.put
-    )
+    timeouts = {"step_timeout_factor": factor, "min_step_timeout_s": least_s, "max_step_timeout_s": most_s}
+    config = ExecutorConfig.model_validate({"scheduler": "127.0.0.1:1", "device": "simulated"} | timeouts)
+    watchdog = StepWatchdog(runner, latencies, timeout_s=config.step_timeout_s, end_process=ended.put)
     return watchdog, ended
 
 
@@ -68,6 +75,11 @@ def test_a_step_may_take_20_times_its_longest_time_and_10_s_at_least(key: GraphK
     ]
     watchdog, _ = build_watchdog(build_runner(), *latencies)
     assert watchdog.timeout_s(LaunchedStep(0, 0, 0, key)) == expected_s
+
+
+def test_no_step_may_take_longer_than_the_longest_timeout() -> None:
+    watchdog, _ = build_watchdog(build_runner(), GraphLatency(Phase.DECODE, 4, 32, 40_000_000))
+    assert watchdog.timeout_s(LaunchedStep(0, 0, 0, GraphKey(Phase.DECODE, 4, 32))) == 600
 
 
 def test_the_time_of_a_step_counts_from_the_end_of_the_one_before() -> None:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from holdback import codec, rpc
 from holdback.errors import HoldbackError
 from holdback.types import PROTOCOL_VERSION, ModelRunnerOutput, RequestSpec
-from holdback.v1 import executor_pb2, executor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from holdback.v1 import executor_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from tests.scheduler.parts import Answers, ArithmeticExecutor, build_info
 
 WAIT_S = 60.0
@@ -43,7 +44,11 @@ class Condition:
                 await self._changed.wait()
 
 
-class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
+def _to_bytes(response: executor_pb2.ExecuteResponse | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+class StubExecutor:
     """Registers with a scheduler and runs its steps by arithmetic.
 
     Attributes:
@@ -51,6 +56,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         hangs_after: answers so many steps and no more.
         tamper: changes each output before it is sent.
         fails_with: ends the stream at the next step, or once `fails_after` steps are answered.
+        ends_with: the status with which it ends the stream instead of an answer.
+        leaves_too: ends its registration in the moment in which a step fails.
+        says_bytes: answers the next step with these, which are no message, and goes on.
         says_more: sends messages of a kind that is not known yet.
         num_steps: answered so far.
         ended: how its registration ended, once it has; None after a plain end.
@@ -74,6 +82,9 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.tamper: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda output: output
         self.fails_with: HoldbackError | None = None
         self.fails_after = 0
+        self.ends_with: HoldbackError | None = None
+        self.leaves_too = False
+        self.says_bytes = b""
         self.says_more = False
         self.condition = Condition()
         self.num_steps = 0
@@ -86,11 +97,12 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._is_silent = is_silent
         self._accepts = accepts
         self._refuses_with = refuses_with
-        self._execute_contexts: list[Any] = []
         self._channel = rpc.create_channel(f"127.0.0.1:{port}")
         self._register = scheduler_pb2_grpc.SchedulerServiceStub(self._channel).Register()
         self._server = rpc.create_server()
-        executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server)
+        handler = grpc.stream_stream_rpc_method_handler(self.Execute, executor_pb2.ExecuteRequest.FromString, _to_bytes)
+        service = grpc.method_handlers_generic_handler("holdback.v1.ExecutorService", {"Execute": handler})
+        self._server.add_generic_rpc_handlers((service,))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -172,7 +184,7 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 return
             await asyncio.sleep(interval_s)
 
-    async def Execute(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+    async def Execute(self, request_iterator: Any, context: Any) -> None:  # noqa: N802
         opening = await context.read()
         self.opened_with = opening.open
         if self._refuses_with is not None:
@@ -192,7 +204,14 @@ class StubExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             if self.fails_with is not None and self.num_steps >= self.fails_after:
                 failed = codec.encode_execution_failed(self.fails_with)
                 await context.write(executor_pb2.ExecuteResponse(failed=failed))
+                if self.leaves_too:
+                    self.leave()
                 await rpc.abort(context, self.fails_with)
+            if self.ends_with is not None:
+                await rpc.abort(context, self.ends_with)
+            if self.says_bytes:
+                await context.write(self.says_bytes)
+                continue
             if self.says_more:
                 await context.write(executor_pb2.ExecuteResponse())
             message = codec.encode_runner_output(self.tamper(output))

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from executor_svc.devices.simulated import expected_tokens
-from holdback.errors import InternalError
+from holdback.errors import InternalError, UnavailableError
 from holdback.v1 import scheduler_pb2
 from scheduler_svc import executors
 from scheduler_svc.server import SchedulerServer
@@ -81,6 +81,55 @@ async def test_a_step_that_fails_while_its_executor_drains_is_blamed_too(serve: 
         async with StubExecutor(server.port, "works"):
             await gateway.until_ended(1)
     assert gateway.answers[1].tokens == answer_of([21], 2)
+
+
+async def test_a_failure_has_its_own_reason_though_the_registration_ends_in_the_same_moment(serve: Serve) -> None:
+    server = await serve(max_request_moves=0)
+    with structlog.testing.capture_logs() as lines:
+        for number in range(10):
+            async with StubGateway(server.port) as gateway, StubExecutor(server.port) as executor:
+                executor.fails_with, executor.leaves_too = InternalError(f"fault {number}"), True
+                await gateway.add(0, build_spec("a", [20], max_tokens=2))
+                await gateway.until_ended(0)
+    reasons = [line["why"] for line in lines if line["event"] == "executor_lost"]
+    assert reasons == [f"the lane was reset: fault {number}" for number in range(10)]
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x22\x05\x12\x03\xff\xfe\xfd"], ids=["no field", "no UTF-8"])
+async def test_bytes_that_are_no_message_are_blamed_on_the_oldest_step(
+    serve: Serve, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await serve(max_request_moves=0)
+    async with StubGateway(server.port) as gateway:
+        with structlog.testing.capture_logs() as lines:
+            async with StubExecutor(server.port, "garbles") as executor:
+                await hang_with_two_steps(executor, gateway)
+                executor.says_bytes = garbage
+                executor.may_step.set()
+                await gateway.until_ended(0)
+        assert gateway.answers[0].error_reason == "TOO_MANY_MOVES"
+        async with StubExecutor(server.port, "works"):
+            await gateway.until_ended(1)
+    assert gateway.answers[1].tokens == answer_of([21], 2)
+    (why,) = [line["why"] for line in lines if line["event"] == "executor_lost"]
+    assert why.startswith("the lane was reset: a message of the executor cannot be read: ")
+    assert [record for record in caplog.records if record.exc_info] == []  # gRPC would log a traceback
+
+
+async def test_the_end_of_the_steps_is_logged_beside_that_of_the_registration(serve: Serve) -> None:
+    server = await serve()
+    async with StubGateway(server.port) as gateway:
+        with structlog.testing.capture_logs() as lines:
+            async with StubExecutor(server.port) as executor:
+                await hang_with_two_steps(executor, gateway)
+                executor.leave()
+                await until_nothing_is_sent(gateway)
+                executor.ends_with = UnavailableError("the scheduler was silent for 5 s")
+                executor.may_step.set()
+                await until_state(gateway, lambda state: not state.lanes)
+    assert [line["why"] for line in lines if line["event"] == "executor_lost"] == [
+        "its registration was cancelled, and its Execute stream ended: the scheduler was silent for 5 s"
+    ]
 
 
 async def test_an_executor_that_says_no_more_is_not_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

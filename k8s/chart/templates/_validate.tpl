@@ -205,11 +205,7 @@ keys they are, so that one run tells all of them.
 {{- if le (float64 $lease) (float64 $heartbeat) -}}
 {{- $_ := set $problems (printf "%s.scheduler.config.lease_timeout_s is %v; allowed: more than heartbeat_interval_s, which is %v" $where $lease $heartbeat) true -}}
 {{- end -}}
-{{- $longest := dig "max_step_timeout_s" 600 $config -}}
-{{- $shortest := dig "min_step_timeout_s" 10 $config -}}
-{{- if lt (float64 $longest) (float64 $shortest) -}}
-{{- $_ := set $problems (printf "%s.scheduler.config.max_step_timeout_s is %v; allowed: at least min_step_timeout_s, which is %v" $where $longest $shortest) true -}}
-{{- end -}}
+{{- include "holdback.validate.stepTimeouts" (dict "where" (printf "%s.scheduler" $where) "config" $config "problems" $problems) -}}
 {{- $tokenizers := pick $pool.tokenizer "persistentVolumeClaim" "configMap" "imagePath" | keys -}}
 {{- if gt (len $tokenizers) 1 -}}
 {{- $_ := set $problems (printf "%s.tokenizer has %s; allowed: one of them" $where (sortAlpha $tokenizers | join " and ")) true -}}
@@ -297,6 +293,7 @@ keys they are, so that one run tells all of them.
 {{- if and (eq $group.autoscaling.type "keda") (not $group.autoscaling.keda.serverAddress) -}}
 {{- $_ := set .problems (printf "%s.autoscaling.keda.serverAddress is not set; allowed: the URL of Prometheus" .where) true -}}
 {{- end -}}
+{{- include "holdback.validate.stepTimeouts" (dict "where" .where "config" $group.config "problems" .problems) -}}
 {{- $grace := $group.terminationGracePeriodSeconds -}}
 {{- if and (not (kindIs "invalid" $grace)) (le (float64 $grace) (float64 $group.config.drain_timeout_s)) -}}
 {{- $_ := set .problems (printf "%s.terminationGracePeriodSeconds is %d; allowed: more than config.drain_timeout_s, which is %v" .where (int $grace) $group.config.drain_timeout_s) true -}}

@@ -123,3 +123,12 @@ that are absent, and mounts.
 {{- $paths = append $paths $path -}}
 {{- end -}}
 {{- end -}}
+
+{{/* How long a step may run, of a scheduler or an executor. */}}
+{{- define "holdback.validate.stepTimeouts" -}}
+{{- $longest := dig "max_step_timeout_s" 600 .config -}}
+{{- $shortest := dig "min_step_timeout_s" 10 .config -}}
+{{- if lt (float64 $longest) (float64 $shortest) -}}
+{{- $_ := set .problems (printf "%s.config.max_step_timeout_s is %v; allowed: at least min_step_timeout_s, which is %v" .where $longest $shortest) true -}}
+{{- end -}}
+{{- end -}}
