@@ -25,6 +25,9 @@ from holdback.request_limits import num_bytes
 MAX_RENDERED_BYTES = 8 * 1024 * 1024
 """Of UTF-8, as long as a text may be. More than any model takes; a template that writes more is stopped."""
 
+MAX_REASON_CHARS = 500
+"""Of why a template refuses messages, which it may quote; an error goes in headers, too."""
+
 
 class ChatTemplate:
     """One model's chat template."""
@@ -103,7 +106,9 @@ def _num_bytes(piece: str) -> int:
 
 
 def template_failed(why: str) -> InvalidArgumentError:
-    """The error of a client whose messages a template did not take, with the reason why not."""
+    """The error of a client whose messages a template did not take, with the reason why not, cut where it is long."""
+    if len(why) > MAX_REASON_CHARS:
+        why = f"{why[:MAX_REASON_CHARS]}... (cut, of {len(why)} characters)"
     return template_error(f"the chat template refused chat.messages: {why}")
 
 

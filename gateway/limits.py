@@ -131,7 +131,7 @@ def check_input(message: inference_pb2.Generation | inference_pb2.TokenizeReques
     """Exactly one kind of input, and not too much of it. Raises InvalidArgumentError."""
     kind = message.WhichOneof("input")
     if kind is None:
-        raise _unset_error("input", "one of text, chat and, to generate, token_ids")
+        raise unset_error("input", "one of text, chat and, to generate, token_ids")
     if kind == "text":
         check_bytes("text", message.text, MAX_PROMPT_BYTES)
     elif kind == "chat":
@@ -200,8 +200,9 @@ def _check_resumption(message: inference_pb2.Generation, n: int) -> None:
     if n != 1:
         raise InvalidArgumentError.of("n", n, "1, to resume from output_token_ids")
     if not message.sampling.HasField("seed"):
-        raise _unset_error("sampling.seed", "the seed of the first message, to resume from output_token_ids")
+        raise unset_error("sampling.seed", "the seed of the first message, to resume from output_token_ids")
 
 
-def _unset_error(field: str, limit: str) -> InvalidArgumentError:
+def unset_error(field: str, limit: str) -> InvalidArgumentError:
+    """The error of a field that must be set."""
     return InvalidArgumentError(f"{field} is not set; allowed: {limit}", field=field, value="not set", limit=limit)

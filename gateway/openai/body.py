@@ -96,6 +96,7 @@ class BodyReader:
             BodyError: it is too long, comes too slowly, or is no such object.
         """
         _check_content_type(request.headers.get("content-type", ""))
+        _check_content_encoding(", ".join(request.headers.getlist("content-encoding")))
         limits = BodyLimits.of(max_model_len)
         body = _Body(self._held, holder, limits.num_bytes)
         try:
@@ -207,6 +208,12 @@ def _check_content_type(value: str) -> None:
         raise BodyError(
             415, f"Content-Type is {_shorten(value)!r}; allowed: application/json in UTF-8", "unsupported_media_type"
         )
+
+
+def _check_content_encoding(value: str) -> None:
+    if value.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding is {_shorten(value)!r}; allowed: none, a body is sent as it is"
+        raise BodyError(415, message, "unsupported_media_type")
 
 
 def _check_structure(bare: bytes, max_commas: int) -> None:

@@ -11,6 +11,7 @@ import re
 
 from smg_grpc_proto import vllm_engine_pb2
 
+from gateway.limits import unset_error
 from holdback.errors import InvalidArgumentError
 from holdback.request_limits import RANGES, check_num_entries
 from holdback.v1 import inference_pb2, types_pb2
@@ -57,6 +58,9 @@ def decode_request(request: vllm_engine_pb2.GenerateRequest, model: str) -> infe
             other limits are left to `limits.check_generation`.
     """
     _refuse_unsupported(request)
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise unset_error("input", "text or tokenized")
     params = request.sampling_params
     message = inference_pb2.Generation(
         request_id=request.request_id,
@@ -66,10 +70,9 @@ def decode_request(request: vllm_engine_pb2.GenerateRequest, model: str) -> infe
         stop=params.stop,
         keep_special_tokens=not params.skip_special_tokens,
     )
-    kind = request.WhichOneof("input")
     if kind == "text":
         message.text = request.text
-    elif kind == "tokenized":
+    else:
         message.token_ids.SetInParent()
         message.token_ids.token_ids.extend(request.tokenized.input_ids)
     return message

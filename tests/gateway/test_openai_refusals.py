@@ -88,6 +88,7 @@ async def test_a_bos_is_added_once(
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ raise_exception('half \\ud83d') }}", r"half \ud83d"),
         ("{{ 'half \\ud83d' }}", "half of a surrogate pair"),
+        ("{{ raise_exception('y' * 1_000_000) }}", "chat.messages: " + "y" * 500 + "... (cut, of 1000000 characters)"),
         (None, "chat template"),
     ],
 )
@@ -105,7 +106,7 @@ async def test_what_a_template_refuses_is_a_400_in_its_words(
         response = await http.post("/v1/chat/completions", json={"messages": HI})
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, "messages", "chat_template_failed")
-    assert words in error["message"]
+    assert words.replace("chat.messages", "messages") in error["message"]
     assert scheduler.adds.empty()
 
 

@@ -65,6 +65,16 @@ async def test_a_body_of_another_kind_is_a_415(kind: str, http: httpx.AsyncClien
     assert (response.status_code, error_of(response).code) == (415, "unsupported_media_type")
 
 
+async def test_a_compressed_body_is_a_415(http: httpx.AsyncClient, scheduler: ScriptedScheduler) -> None:
+    scheduler.answer = [EOS]
+    content = b'{"prompt":"x"}'
+    response = await http.post("/v1/completions", content=content, headers=JSON | {"Content-Encoding": "gzip"})
+    assert (response.status_code, error_of(response).code) == (415, "unsupported_media_type")
+    assert "Content-Encoding is 'gzip'" in error_of(response).message
+    plain = await http.post("/v1/completions", content=content, headers=JSON | {"Content-Encoding": "identity"})
+    assert plain.status_code == 200
+
+
 async def test_a_body_in_utf_8_may_say_so(http: httpx.AsyncClient, scheduler: ScriptedScheduler) -> None:
     scheduler.answer = [EOS]
     kind = {"Content-Type": "Application/JSON; charset=UTF-8"}

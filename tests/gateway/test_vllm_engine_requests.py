@@ -154,6 +154,7 @@ async def test_token_ids_are_named_as_they_were_sent(stub: Any) -> None:
     assert violated_field(error) == "tokenized.input_ids[3]"
     error = await failure(stub.Generate(pb.GenerateRequest(), timeout=60))
     assert (error.code(), violated_field(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "input")
+    assert error.details() == "input is not set; allowed: text or tokenized"
 
 
 async def test_a_huge_top_k_keeps_all_tokens(stub: Any, scheduler: ScriptedScheduler) -> None:
