@@ -6,6 +6,10 @@ from __future__ import annotations
 def gateway(argv: list[str]) -> int:
     """`holdback gateway`: one gateway until SIGTERM or Ctrl-C."""
     import asyncio
+    import contextlib
+    import logging
+    import os
+    import sys
 
     from gateway.config import GatewayConfig
     from gateway.server import serve
@@ -14,7 +18,13 @@ def gateway(argv: list[str]) -> int:
     config = GatewayConfig.load(argv)
     configure_logging(config.process, config.log_level)
     asyncio.run(serve(config))
-    return 0
+    # Everything has ended in order. What may still run is a thread that tokenizes for nobody. It cannot be stopped, the
+    # interpreter would wait for it, and as a daemon it might be cut off within the tokenizer's own code.
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # who read it is gone
+            stream.flush()
+    os._exit(0)
 
 
 def key(argv: list[str]) -> int:

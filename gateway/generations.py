@@ -23,6 +23,7 @@ from gateway.generation import CallContext, GenerationRun
 from gateway.limits import CHOICE_SUFFIX_BYTES, Checked, check_generation
 from gateway.pool import Pool, Pools
 from gateway.run_traces import end_span, start_span
+from gateway.short_calls import ShortCalls
 from holdback.errors import (
     AlreadyExistsError,
     ErrorReason,
@@ -43,12 +44,14 @@ class Generations:
 
     Attributes:
         pools: that they run on.
+        short_calls: what is answered beside them.
         num_errors: generations that were refused or failed, by the shown name of the model (empty where none was
             chosen) and the reason of the error.
     """
 
     def __init__(self, pools: Pools, tracer: Tracer | None = None) -> None:
         self.pools = pools
+        self.short_calls = ShortCalls()
         self._tracer = tracer
         self._runs: dict[tuple[str, str], GenerationRun] = {}  # by the name of a caller and the id it gave
         # Each is there from the start: Prometheus sees no increase in a series that begins with its first error.
@@ -74,15 +77,17 @@ class Generations:
             raise UnavailableError("the gateway is stopping; try another one", reason=ErrorReason.SHUTTING_DOWN)
 
     def drain(self) -> None:
-        """From now on every new generation is refused; those that run go on."""
+        """From now on every new call is refused; those that run go on."""
         self._is_draining = True
 
     async def wait_idle(self) -> None:
-        """Returns when no generation runs."""
+        """Returns when no generation runs and no other call is being answered."""
         await self._idle.wait()
+        await self.short_calls.wait_idle()
 
     def fail_all(self, error: HoldbackError) -> None:
-        """Ends every generation that still runs."""
+        """Ends every generation that still runs, and every other call."""
+        self.short_calls.fail_all(error)
         for run in self._runs.values():
             run.fail(error)
 

@@ -121,7 +121,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _answering_unless_draining(self, context: Context) -> AsyncIterator[None]:
         async with answering(context):
             self._generations.check_open()
-            yield
+            with self._generations.short_calls.one():
+                yield
 
     def _select(self, name: str) -> Pool:
         check_bytes("model", name, MAX_MODEL_NAME_BYTES)

@@ -1,7 +1,7 @@
 """The gateway process: pools, the services in front of them, health, and an orderly end.
 
 It starts and listens without any scheduler; until one serves, it is unready and requests wait. On SIGTERM or SIGINT it
-becomes unready and refuses new calls, lets running generations end within `drain_timeout_s`, and exits with 0; a second
+becomes unready and refuses new calls, lets those that run end within `drain_timeout_s`, and exits with 0; a second
 signal ends the wait.
 """
 
@@ -124,7 +124,7 @@ class GatewayServer:
         log.info("gateway_listens", host=self._config.host, **ports, metrics_port=self.metrics_port)
 
     async def drain(self) -> None:
-        """Refuses new calls and returns when the running generations have ended; after `drain_timeout_s` they fail."""
+        """Refuses new calls and returns when those that run have ended; after `drain_timeout_s` `stop` ends them."""
         self._is_draining = True
         self._generations.drain()
         await self._services.report_health(is_draining=True)

@@ -103,6 +103,51 @@ async def test_a_second_signal_ends_the_drain(
     assert await asyncio.wait_for(process.exited, 60) == 0
 
 
+ENDLESS_TOKENIZING = """
+import sys, time
+from gateway.tokenizer import Tokenizer
+from holdback.cli import main
+
+def encode(self, text):
+    print("tokenizing", flush=True)
+    time.sleep(3600)
+
+Tokenizer._encode = encode
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.case("B62")
+async def test_the_process_does_not_wait_for_a_text_that_is_tokenized_for_nobody(
+    directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    ports_file = tmp_path / "ports.json"
+    flags = ["gateway", "--scheduler", "127.0.0.1:1", "--tokenizer", str(directory), "--ports-file", str(ports_file)]
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENDLESS_TOKENIZING, *flags, "--drain-timeout-s", "0.1", stdout=pipe, stderr=pipe
+    )
+    process = LocalProcess("gateway", child, ports_file)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    try:
+        await asyncio.wait_for(process.wait_for_ports(), 60)
+        async with AsyncClient(f"127.0.0.1:{process.port}", timeout_s=60, max_retries=0) as client:
+            pending = asyncio.create_task(client.tokenize("x"))
+            assert await asyncio.wait_for(child.stdout.readline(), 60) == b"tokenizing\n"
+            child.send_signal(signal.SIGTERM)
+            with pytest.raises(UnavailableError, match="the gateway stopped") as caught:
+                await pending
+        assert caught.value.reason is ErrorReason.SHUTTING_DOWN
+        log = (await asyncio.wait_for(child.stderr.read(), 30)).decode()
+        assert await asyncio.wait_for(process.exited, 30) == 0
+    finally:
+        if not process.exited.done():
+            child.kill()
+            await process.exited
+    assert json.loads(log.splitlines()[-1])["event"] == "gateway_stopped"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -218,3 +218,58 @@ async def test_what_does_not_end_within_the_drain_time_fails_as_unavailable(
         assert caught.value.reason is ErrorReason.SHUTTING_DOWN
         assert await scheduler.next_abort() == ("long", 0)
         await stopping
+
+
+@pytest.mark.case("B62")
+@pytest.mark.parametrize("is_in_time", [True, False])
+async def test_a_drain_waits_for_other_calls_too_and_what_is_left_of_them_is_told_why_it_ended(
+    make_gateway: Make, monkeypatch: pytest.MonkeyPatch, is_in_time: bool
+) -> None:
+    gateway = await make_gateway(scheduler="127.0.0.1:1", drain_timeout_s=60 if is_in_time else 0.1)
+    (pool,) = gateway.pools
+    has_begun, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def encode_slowly(text: str) -> list[int]:
+        has_begun.set()
+        await may_go_on.wait()
+        return [5]
+
+    monkeypatch.setattr(pool.tokenizer, "encode", encode_slowly)
+    async with client_of(gateway) as client:
+        pending = asyncio.create_task(client.tokenize("x"))
+        await asyncio.wait_for(has_begun.wait(), 60)
+        draining = asyncio.create_task(gateway.drain())
+        if is_in_time:
+            with pytest.raises(UnavailableError):
+                await client.models()
+            assert not draining.done()
+            may_go_on.set()
+            assert await pending == [5]
+            await asyncio.wait_for(draining, 60)
+        else:
+            await draining
+            stopping = asyncio.create_task(gateway.stop())
+            with pytest.raises(UnavailableError, match="the gateway stopped") as caught:
+                await pending
+            assert caught.value.reason is ErrorReason.SHUTTING_DOWN
+            await stopping
+
+
+async def test_a_call_that_its_client_cancels_leaves_nothing_to_wait_for(
+    make_gateway: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await make_gateway(scheduler="127.0.0.1:1")
+    (pool,) = gateway.pools
+    has_begun = asyncio.Event()
+
+    async def encode_for_ever(text: str) -> list[int]:
+        has_begun.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(pool.tokenizer, "encode", encode_for_ever)
+    async with client_of(gateway) as client:
+        pending = asyncio.create_task(client.tokenize("x"))
+        await asyncio.wait_for(has_begun.wait(), 60)
+        pending.cancel()
+        await asyncio.wait_for(gateway.drain(), 20)
