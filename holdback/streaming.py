@@ -17,6 +17,7 @@ from holdback.errors import (
     InternalError,
     RequestAbortedError,
 )
+from holdback.forks import Owner
 from holdback.resumption import Progress
 from holdback.retries import Backoff, Failure
 from holdback.types import Usage
@@ -42,6 +43,7 @@ class GenerationStream:
         self, request: inference_pb2.Generation, start: StartCall, backoff: Backoff, *, max_resumes: int
     ) -> None:
         self.num_resumes = 0
+        self._owner = Owner()
         self._progress = Progress(request)
         self._start = start
         self._backoff = backoff
@@ -107,12 +109,16 @@ class GenerationStream:
 
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # the event loop is gone, or there never was a call
-            self._call.cancel()
+            self._cancel()
 
     def close(self) -> None:
         """Ends the request if it still runs; who iterates over it gets RequestAbortedError."""
         self._closed.set()
-        self._call.cancel()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._owner.is_here:
+            self._call.cancel()
 
     async def _next_piece(self) -> Piece | None:
         """The next piece; None at the end."""

@@ -1,11 +1,15 @@
-"""Work that another thread waits for ends when that thread is interrupted, at whatever moment."""
+"""Work that another thread waits for ends when that thread is interrupted, at whatever moment, or stops the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -37,9 +41,9 @@ class Work:
 def interrupt_at(thread: LoopThread, monkeypatch: pytest.MonkeyPatch, moment: Callable[[], object] | None) -> None:
     """Has the first hand-over interrupted: before it if there is no moment, else after it, once that has come."""
     loop, is_first = thread._loop, True
-    hand_over = loop.call_soon_threadsafe
+    hand_over = loop.call_soon
 
-    def interrupted(callback: Callable[[], object]) -> object:
+    def interrupted(callback: Callable[[], object]) -> bool:
         nonlocal is_first
         if not is_first:
             return hand_over(callback)
@@ -49,7 +53,7 @@ def interrupt_at(thread: LoopThread, monkeypatch: pytest.MonkeyPatch, moment: Ca
             moment()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "call_soon_threadsafe", interrupted)
+    monkeypatch.setattr(loop, "call_soon", interrupted)
 
 
 def test_an_interrupt_right_after_the_hand_over_ends_the_work(
@@ -113,3 +117,69 @@ def test_a_stop_ends_what_another_thread_waits_for(thread: LoopThread) -> None:
     waiting.join(60)
     assert raised == ["the client was closed"]
     assert work.ended.is_set()
+
+
+class Interrupter:
+    """Calls a function before one line of what is called next, as a signal handler may be: in the same thread."""
+
+    def __init__(self, number: int, function: Callable[[], object]) -> None:
+        self._lines_left = number
+        self._function = function
+        self.place = ""
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            self._lines_left -= 1
+            if self._lines_left == 0:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self._function()
+        return self.trace
+
+
+def run_interrupted(interrupter: Interrupter, function: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        sys.settrace(interrupter.trace)
+        function()
+        sys.settrace(None)
+
+    thread = threading.Thread(target=run, daemon=True)  # where it hangs, the test fails and goes on
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("interrupted", ["run", "call_soon", "stop"])
+def test_a_signal_handler_may_stop_it_whatever_it_interrupts(interrupted: str) -> None:
+    def use() -> None:
+        work = {
+            "run": lambda: thread.run(asyncio.sleep(0, "result")),
+            "call_soon": lambda: thread.call_soon(int),
+            "stop": thread.stop,
+        }
+        try:
+            results.append(work[interrupted]())
+        except RequestAbortedError as error:
+            results.append(error.message)
+
+    results: list[object] = []
+    for number in itertools.count(1):
+        thread = LoopThread("test")
+        interrupter = Interrupter(number, thread.stop)
+        user = run_interrupted(interrupter, use)
+        user.join(5)
+        assert not user.is_alive(), f"stopped at {interrupter.place}, it hangs"
+        assert not interrupter.place or not thread._loop._thread.is_alive(), interrupter.place
+        thread.stop()
+        if not interrupter.place:
+            break
+    assert len(results) == number > 5
+    allowed = {"result", "the client is closed", "the client was closed"} if interrupted == "run" else {None}
+    assert set(results) <= allowed
+
+
+def test_a_stop_that_is_interrupted_can_be_called_again(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(thread, monkeypatch, None)
+    with pytest.raises(KeyboardInterrupt):
+        thread.stop()
+    assert thread._loop._thread.is_alive()
+    thread.stop()
+    assert not thread._loop._thread.is_alive()
