@@ -2,17 +2,18 @@
 
 `up`, `generate`, `chat` and other commands of this package are in the table below; each service adds its own as entry
 points of the group `holdback.commands`. Every command is a function of its arguments that returns the exit status.
+
+What takes time to import is imported once `main` runs: Ctrl-C before that is Python's, with a traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable
-from importlib import metadata
-
-from holdback.errors import ConfigError, HoldbackError
+from collections.abc import Callable, Iterator
 
 Command = Callable[[list[str]], int]
 
@@ -47,6 +48,7 @@ EXTRAS = {
     "key": "gateway",
 }
 OWN_PACKAGES = ("holdback", "scheduler_svc", "executor_svc", "gateway")
+INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,12 +66,18 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def dispatch(arguments: list[str]) -> int:
     """Finds the command, runs it, and turns the errors that are raised on purpose into one line and a status."""
-    targets = {entry.name: entry.value for entry in metadata.entry_points(group="holdback.commands")} | OWN_COMMANDS
+    with ending_at_once():
+        from importlib import metadata
+
+        from holdback.errors import ConfigError, HoldbackError
+
+        targets = {entry.name: entry.value for entry in metadata.entry_points(group="holdback.commands")}
+        targets |= OWN_COMMANDS
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(targets), file=sys.stdout if arguments else sys.stderr, flush=True)
         return 0 if arguments else 2
@@ -78,13 +86,31 @@ def dispatch(arguments: list[str]) -> int:
         print(f"holdback: no command {name!r}; there are: {', '.join(sorted(targets))}", file=sys.stderr)
         return 2
     try:
-        return load(targets[name])(rest)
+        with ending_at_once():
+            command = load(targets[name])
+        return command(rest)
     except HoldbackError as error:
         print(f"holdback {name}: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         print(f"holdback {name}: {how_to_install(name, error)}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """While modules are loaded, Ctrl-C ends the process where it stands, for there is nothing to clean up yet.
+
+    As KeyboardInterrupt it would be lost in what Python calls back meanwhile, or come out as the error of an import.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # ignored, as in the background of a script, or the caller's
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def usage(targets: dict[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import types
@@ -75,6 +76,53 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(
     register("probe", failing(KeyboardInterrupt()))
     assert cli.main(["probe"]) == 130
     assert capsys.readouterr().err == ""
+
+
+# As the console script, with Ctrl-C when a module is looked for.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from holdback.cli import main
+signal.signal(signal.SIGINT, getattr(signal, sys.argv[2]))
+sys.exit(main(["generate", "--help"]))
+"""
+
+
+def interrupt_import(module: str, handler: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, handler]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "module", ["importlib.metadata", "holdback.errors", "holdback.cli.generate", "grpc", "grpc._cython.cygrpc"]
+)
+def test_an_interrupt_while_modules_are_loaded_ends_with_130_and_without_a_traceback(module: str) -> None:
+    done = interrupt_import(module, "default_int_handler")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_interrupt_is_ignored_where_the_caller_wants_that() -> None:
+    done = interrupt_import("grpc", "SIG_IGN")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: holdback generate")
+
+
+def test_the_command_itself_is_interrupted_as_any_program(register: Register) -> None:
+    handlers: list[object] = []
+
+    def command(argv: list[str]) -> int:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        return 0
+
+    register("probe", command)
+    cli.main(["probe"])
+    assert handlers == [signal.default_int_handler]
 
 
 def test_an_unknown_command_is_refused_and_the_known_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
