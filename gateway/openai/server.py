@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
+CUT_S = 1.0  # for answers to notice that their connection was cut
 TICK_S = 1.0  # how often the date of responses is written anew
 
 
@@ -107,7 +108,12 @@ class HttpServer:
         _, left = await asyncio.wait({self._serving}, timeout=grace_s)
         if left:
             self._server.cut()
-        await self._serving
+            _, left = await asyncio.wait(left, timeout=CUT_S)
+        if left:
+            self._serving.cancel()  # newer Pythons wait for TLS handshakes too, which may never end
+            await asyncio.wait(left)
+        if not self._serving.cancelled():
+            self._serving.result()
 
 
 class _Server(uvicorn.Server):

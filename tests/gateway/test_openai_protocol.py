@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway import server as server_module
+from gateway.openai import server as http_module
 from gateway.openai.shapes import ErrorAnswer
 from gateway.server import GatewayServer
 from tests.gateway.conftest import wait_until_ready
@@ -178,3 +179,19 @@ async def test_a_body_that_does_not_come_does_not_keep_the_gateway_from_stopping
     assert counted(gateway) == {(*OURS, "499"): 1}
     assert faults(caplog) == []
     connection.close()
+
+
+async def test_what_does_not_end_with_its_connection_does_not_keep_the_gateway_from_stopping(
+    make_gateway: Callable[..., Any], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.1)
+    monkeypatch.setattr(http_module, "CUT_S", 0.1)
+    monkeypatch.setattr(http_module._Server, "cut", lambda _: None)
+    gateway = await make_gateway(scheduler=scheduler.target, http_port=0)
+    connection = await connect(gateway)
+    connection.send(HALF_A_BODY)
+    await until_a_body_is_waited_for(gateway)
+    await asyncio.wait_for(gateway.stop(), 60)
+    assert counted(gateway) == {}
+    connection.close()
+    await until_counted(gateway, {(*OURS, "499"): 1})
