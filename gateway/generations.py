@@ -28,6 +28,7 @@ from holdback.errors import (
     AlreadyExistsError,
     ErrorReason,
     HoldbackError,
+    InternalError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -123,8 +124,10 @@ class Generations:
             model_name = pool.names[0]
             async with self._run(pool, checked, message, call) as run:
                 yield run
-        except HoldbackError as error:
-            self.num_errors[model_name, error.reason] += counts_errors
+        except Exception as error:
+            # What is no error of ours is told as a fault of ours.
+            reason = error.reason if isinstance(error, HoldbackError) else InternalError.default_reason
+            self.num_errors[model_name, reason] += counts_errors
             raise
 
     @contextlib.asynccontextmanager

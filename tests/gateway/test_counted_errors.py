@@ -16,7 +16,7 @@ from gateway.server import GatewayServer
 from holdback import rpc
 from holdback.errors import ErrorReason, InternalError
 from holdback.types import FinishReason
-from tests.gateway.conftest import http_url, wait_until_ready
+from tests.gateway.conftest import client_of, http_url, wait_until_ready
 from tests.gateway.scripted_scheduler import ScriptedScheduler
 from tests.gateway.small_tokenizers import make_tokenizer
 from tests.gateway.test_access import Caller, entry, write
@@ -55,6 +55,20 @@ async def test_an_error_in_a_stream_of_several_prompts_counts_once(
         scheduler.ended(add.handle, FinishReason.ERROR, error=error)
     assert (await asking).text.count("too_many_moves") == 1
     assert errors(http_gateway) == {("toy", ErrorReason.TOO_MANY_MOVES): 1}
+
+
+async def test_a_fault_of_ours_counts_once(
+    http_gateway: GatewayServer, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(pool: Pool, message: Any) -> list[int]:
+        raise ZeroDivisionError("the inside")
+
+    monkeypatch.setattr(Pool, "tokenize", broken)
+    assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 500
+    async with client_of(http_gateway) as client:
+        with pytest.raises(InternalError):
+            await client.generate("x")
+    assert errors(http_gateway) == {("toy", ErrorReason.INTERNAL): 2}
 
 
 @pytest.mark.case("B56")
