@@ -70,6 +70,7 @@ class Variant:
             "heartbeat_interval_s": 60,
             "lease_timeout_s": 600,  # a step stays in flight while others are measured
             "min_step_timeout_s": 3600,
+            "max_step_timeout_s": 3600,
         }
         return SchedulerServiceConfig.model_validate(settings)
 
