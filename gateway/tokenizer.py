@@ -6,7 +6,7 @@ none, for its template wrote them. As in transformers, `add_bos_token` beside a 
 
 Texts have threads by their length, so that none waits behind a longer kind; among its like, what is shorter goes first
 (`turns`). The threads are those of all tokenizers of a process, and of long texts each kind has one: while it is
-tokenized, a text takes up to 400 times its size.
+tokenized, a text takes up to 420 times its size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tokenizers
 
 from gateway.detokenizer import TokenTable, decode
 from gateway.limits import MAX_TOKEN_IDS
+from gateway.memory import give_back_memory
 from gateway.turns import TurnLimits, Turns
 from holdback.errors import ConfigError, ErrorReason
 from holdback.request_limits import size_error
@@ -36,6 +37,8 @@ CHARS_PER_TOKEN = 4
 """What a token to decode counts, by its memory and that of its text."""
 
 MEBI = 1024 * 1024
+LONG_TEXT_CHARS = 64 * 1024
+"""Above which a text takes memory that is worth giving back at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +178,23 @@ class Tokenizer:
         self._threads.close()
 
     def _encode(self, text: str) -> list[int]:
+        num_tokens, token_ids = self._token_ids(text)
+        if len(text) > LONG_TEXT_CHARS:
+            give_back_memory()
+        if num_tokens > MAX_TOKEN_IDS:
+            limit, reason = f"at most {MAX_TOKEN_IDS}", ErrorReason.PROMPT_TOO_LONG
+            raise size_error("prompt", num_tokens, "tokens", limit, reason)
+        return token_ids
+
+    def _token_ids(self, text: str) -> tuple[int, list[int]]:
+        """How many tokens the text has, and their ids where they are not too many. Raises nothing: the encoding, some
+        gigabytes, would live as long as the error."""
         # `encode` of one text holds Python's lock for as long as it takes, seconds for a megabyte; this does not.
         # `fast` leaves out where in the text each token is, and its string: less than half of the time, less memory,
         # and what it gives is let go of in less time, in which the lock is held.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
-        if len(encoding) > MAX_TOKEN_IDS:  # to hand over more would hold the lock, and no request could have them
-            limit, reason = f"at most {MAX_TOKEN_IDS}", ErrorReason.PROMPT_TOO_LONG
-            raise size_error("prompt", len(encoding), "tokens", limit, reason)
-        return encoding.ids
+        # To hand over more would hold the lock too long, and no request could have them.
+        return len(encoding), encoding.ids if len(encoding) <= MAX_TOKEN_IDS else []
 
     def id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

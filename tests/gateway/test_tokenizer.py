@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -210,7 +211,7 @@ async def test_a_text_waits_for_none_of_a_longer_kind(tmp_path: pathlib.Path, mo
 
 
 def test_only_short_texts_are_tokenized_several_at_a_time() -> None:
-    # What one takes is up to 400 times its size.
+    # What one takes is up to 420 times its size.
     assert [lane.max_threads for lane in LANES if lane.max_text_chars > 65_536] == [1, 1]
 
 
@@ -251,6 +252,50 @@ async def test_more_tokens_than_any_request_may_have_are_refused_before_they_are
     with pytest.raises(InvalidArgumentError, match="prompt has 11 tokens; allowed: at most 10") as caught:
         await tokenizer.encode("\n" * 11)
     assert caught.value.reason is ErrorReason.PROMPT_TOO_LONG
+    tokenizer.close()
+
+
+class FakeEncoding:
+    """What a tokenizer makes, which can be watched."""
+
+    ids = (5,) * 11
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class FakeBackend:
+    """Makes one, and forgets it."""
+
+    def __init__(self) -> None:
+        self.made: weakref.ref[FakeEncoding] | None = None
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[FakeEncoding]:
+        encoding = FakeEncoding()
+        self.made = weakref.ref(encoding)
+        return [encoding]
+
+
+@pytest.mark.parametrize("most", [10, 11])
+async def test_what_a_long_text_took_is_given_back_whether_it_is_refused_or_not(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    tokenizer = Tokenizer.load(save_directory(tmp_path, make_tokenizer("byte_level")))
+    backend = FakeBackend()
+    is_let_go_of: list[bool] = []
+    monkeypatch.setattr("gateway.tokenizer.MAX_TOKEN_IDS", most)
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    monkeypatch.setattr(
+        "gateway.tokenizer.give_back_memory",
+        lambda: is_let_go_of.append(backend.made is not None and not backend.made()),
+    )
+    (outcome,) = await asyncio.gather(tokenizer.encode("x" * 65_537), return_exceptions=True)
+    assert is_let_go_of == [True]
+    assert isinstance(outcome, InvalidArgumentError) is (most == 10)
+    assert backend.made is not None
+    assert backend.made() is None  # though the error lives
+    await asyncio.gather(tokenizer.encode("x" * 65_536), return_exceptions=True)
+    assert is_let_go_of == [True]
     tokenizer.close()
 
 
