@@ -56,7 +56,7 @@ class LoopThread:
             return call.result()
         except BaseException:
             # An interrupt may have come before the work began, and even before it was handed over.
-            if not self._loop.call_soon(call.cancel):
+            if not self._loop.call_soon(functools.partial(self._loop.cancel, call)):
                 work.close()
             raise
 
@@ -85,6 +85,7 @@ class _Loop:
         self.clean_ups: list[CleanUp] = []
         self.is_stopping = False
         self._owner = Owner()
+        self._has_cut = False  # work that ran, now or at any time before
         self._waiting: list[queue.SimpleQueue[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -113,6 +114,10 @@ class _Loop:
         if self._ending is None:
             call.begin()
 
+    def cancel(self, call: _Call[Any]) -> None:
+        """In the loop's thread."""
+        self._has_cut |= call.cancel()
+
     def stop(self) -> None:
         """Ends the loop, and waits until it has ended. May be called again, and while it is being called."""
         if not self._owner.is_here:
@@ -136,8 +141,20 @@ class _Loop:
 
     def _begin_to_end(self) -> None:
         if self._ending is None:
-            self._ending = self._loop.create_task(_end(self.clean_ups))
+            self._ending = self._loop.create_task(self._end())
             self._ending.add_done_callback(lambda _: self._loop.stop())
+
+    async def _end(self) -> None:
+        self._has_cut |= len(asyncio.all_tasks()) > 1
+        for clean_up in self.clean_ups:
+            await clean_up()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._has_cut:
+            # What gRPC's core still says of calls that were cut finds this loop, else another one's log would have it.
+            await asyncio.sleep(LINGER_S)
 
 
 class _Call(Generic[T]):
@@ -157,13 +174,13 @@ class _Call(Generic[T]):
             self._task = asyncio.get_running_loop().create_task(self._work)
             self._task.add_done_callback(self._ended.put)
 
-    def cancel(self) -> None:
-        """In the loop's thread."""
+    def cancel(self) -> bool:
+        """In the loop's thread. False if there was nothing to cut: the work had not begun, or had ended."""
         self._is_cancelled = True
         if self._task is None:
             self._work.close()
-        else:
-            self._task.cancel()
+            return False
+        return self._task.cancel()
 
     def result(self) -> T:
         """Waits for it, in another thread. Raises what the work raised, or RequestAbortedError if it was cancelled."""
@@ -171,16 +188,3 @@ class _Call(Generic[T]):
         if task.cancelled():
             raise RequestAbortedError("the client was closed")
         return task.result()
-
-
-async def _end(clean_ups: list[CleanUp]) -> None:
-    was_busy = len(asyncio.all_tasks()) > 1
-    for clean_up in clean_ups:
-        await clean_up()
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    if was_busy:
-        # What gRPC's core still says of the calls that were cut finds this loop, else another one's log would have it.
-        await asyncio.sleep(LINGER_S)

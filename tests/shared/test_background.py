@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdback.background import LoopThread
+from holdback.background import LINGER_S, LoopThread
 from holdback.errors import RequestAbortedError
 
 
@@ -87,6 +87,19 @@ def test_what_was_never_handed_over_is_closed(thread: LoopThread, monkeypatch: p
     monkeypatch.undo()
     assert thread.run(asyncio.sleep(0, "next")) == "next"
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+def test_a_loop_whose_work_was_cut_hears_what_others_still_say_of_it(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, is_heard = Work(), threading.Event()
+    interrupt_at(thread, monkeypatch, lambda: work.begun.wait(60))
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(work.run())
+    assert work.ended.wait(60)
+    thread.call_soon(lambda: asyncio.get_running_loop().call_later(LINGER_S / 2, is_heard.set))
+    thread.stop()
+    assert is_heard.is_set()
 
 
 def test_results_and_errors_come_back_and_work_on_a_stopped_loop_is_refused(thread: LoopThread) -> None:
