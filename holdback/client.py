@@ -206,11 +206,12 @@ class AsyncClient:
         deadline = Deadline(self._timeout_s)
         backoff = Backoff(self._max_retries, deadline)
         while True:
+            called = endpoint or self._endpoints.next()
             try:
-                call = method((endpoint or self._endpoints.next()).stub)
+                call = method(called.stub)
                 return await call(request, timeout=deadline.left_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as failed:
-                failure = Failure.of(failed)
+                failure = Failure.of(failed, called)
                 if not failure.was_not_taken and not failure.was_lost:
                     raise failure.error from failed
                 if not failure.was_not_taken and not repeats:
@@ -220,6 +221,9 @@ class AsyncClient:
                 raise_if_closed()
                 raise
 
-    def _start_stream(self, deadline: Deadline, request: inference_pb2.GenerateStreamRequest) -> StreamCall:
-        stub = self._endpoints.next().stub
-        return stub.GenerateStream(request, timeout=deadline.left_s, metadata=self._metadata)
+    def _start_stream(
+        self, deadline: Deadline, request: inference_pb2.GenerateStreamRequest
+    ) -> tuple[Endpoint, StreamCall]:
+        endpoint = self._endpoints.next()
+        call: StreamCall = endpoint.stub.GenerateStream(request, timeout=deadline.left_s, metadata=self._metadata)
+        return endpoint, call

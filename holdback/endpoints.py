@@ -29,6 +29,7 @@ class Endpoint:
     """One address with its channel; behind a name of the DNS there may be several gateways."""
 
     address: str
+    tls: Tls
     channel: grpc.aio.Channel
     stub: inference_pb2_grpc.InferenceServiceAsyncStub
 
@@ -155,4 +156,4 @@ def metadata_of(api_key: str | None, addresses: Sequence[str], tls: Tls, *, inse
 
 def _connect(address: str, tls: Tls) -> Endpoint:
     channel = rpc.create_channel(address, tls)
-    return Endpoint(address, channel, inference_pb2_grpc.InferenceServiceStub(channel))
+    return Endpoint(address, tls, channel, inference_pb2_grpc.InferenceServiceStub(channel))

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from holdback import rpc
+from holdback.endpoints import Endpoint
 from holdback.errors import (
     DeadlineExceededError,
     ErrorReason,
@@ -54,9 +55,9 @@ class Failure:
     was_lost: bool
 
     @classmethod
-    def of(cls, failure: grpc.aio.AioRpcError) -> Failure:
-        """Reads the status of a call that this side has not cancelled."""
-        error = rpc.error_from_rpc(failure)
+    def of(cls, failure: grpc.aio.AioRpcError, endpoint: Endpoint) -> Failure:
+        """Reads the status of a call to an endpoint that this side has not cancelled."""
+        error = rpc.error_of_server(failure, "gateway", endpoint.address, endpoint.tls)
         if any(key == rpc.STATUS_DETAILS_KEY for key, _ in failure.trailing_metadata() or ()):
             is_stopping = isinstance(error, UnavailableError) and error.reason is ErrorReason.SHUTTING_DOWN
             return cls(error, is_stopping or isinstance(error, ResourceExhaustedError), is_stopping)

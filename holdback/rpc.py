@@ -227,6 +227,35 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> HoldbackError:
     return cls(message)
 
 
+def error_of_server(failure: grpc.aio.AioRpcError, server: str, target: str, tls: Tls) -> HoldbackError:
+    """As `error_from_rpc`, for an address that somebody gave; says what is wrong with that where it can be told.
+
+    Args:
+        failure: of a call to it.
+        server: what should be there, `gateway` or `scheduler`.
+        target: the address.
+        tls: with which it was dialled.
+    """
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return ConfigError(
+            f"{target} is no {server}'s port; allowed: the one of its service, not of its health or metrics"
+        )
+    error, hint = error_from_rpc(failure), _tls_hint(failure.details() or "", tls)
+    return error if hint is None else UnavailableError(f"{error.message}; {hint}", reason=error.reason)
+
+
+def _tls_hint(details: str, tls: Tls) -> str | None:
+    """What gRPC's core says when it could not connect, in terms of our settings."""
+    _, _, last_error = details.partition("last error: ")
+    if "WRONG_VERSION_NUMBER" in last_error:
+        return "it speaks no TLS there, and tls_ca is set"
+    if "Socket closed" not in last_error and "Connection reset" not in last_error:
+        return None
+    if tls.ca is None:
+        return "it may want TLS, and tls_ca is not set"
+    return None if tls.cert is not None else "it may want a certificate, and tls_cert is not set"
+
+
 def _decode_status(status: status_pb2.Status, message: str) -> HoldbackError:
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:

@@ -11,6 +11,7 @@ from typing import Self
 import grpc.aio
 
 from holdback.answers import Piece
+from holdback.endpoints import Endpoint
 from holdback.errors import (
     AlreadyExistsError,
     HoldbackError,
@@ -24,7 +25,7 @@ from holdback.types import Usage
 from holdback.v1 import inference_pb2
 
 StreamCall = grpc.aio.UnaryStreamCall[inference_pb2.GenerateStreamRequest, inference_pb2.GenerateStreamResponse]
-StartCall = Callable[[inference_pb2.GenerateStreamRequest], StreamCall]
+StartCall = Callable[[inference_pb2.GenerateStreamRequest], tuple[Endpoint, StreamCall]]
 """Sends a request to the gateway whose turn it is. Raises DeadlineExceededError when it is too late for it."""
 
 
@@ -51,7 +52,7 @@ class GenerationStream:
         self._closed = asyncio.Event()
         self._has_come = False  # anything, on the present call
         self._is_over = False
-        self._call = start(inference_pb2.GenerateStreamRequest(generation=request))
+        self._endpoint, self._call = start(inference_pb2.GenerateStreamRequest(generation=request))
 
     @property
     def request_id(self) -> str:
@@ -139,7 +140,7 @@ class GenerationStream:
         """Makes the next call, which goes on where this one ended. Raises what the failure means if there is none."""
         if self._closed.is_set():
             raise RequestAbortedError("the stream was closed on this side") from failed
-        failure = Failure.of(failed)
+        failure = Failure.of(failed, self._endpoint)
         if failure.was_lost and self._progress.has_ended:
             self._progress.finish()
             self._is_over = True
@@ -149,7 +150,9 @@ class GenerationStream:
             await asyncio.wait_for(self._closed.wait(), wait_s)
             raise RequestAbortedError("the stream was closed on this side")
         self._has_come = False
-        self._call = self._start(inference_pb2.GenerateStreamRequest(generation=self._rest(failure.error)))
+        self._endpoint, self._call = self._start(
+            inference_pb2.GenerateStreamRequest(generation=self._rest(failure.error))
+        )
 
     def _wait_after(self, failure: Failure) -> float:
         """Seconds until the next call. Raises the failure's error where none may be made."""

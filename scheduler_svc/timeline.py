@@ -15,7 +15,6 @@ import grpc.aio
 
 from holdback import rpc
 from holdback.endpoints import check_address
-from holdback.errors import ConfigError
 from holdback.tls import NO_TLS, Tls
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
@@ -37,11 +36,7 @@ async def fetch(
         try:
             return await stub.GetState(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ConfigError(
-                    f"{target} is no scheduler's port; allowed: the one that gateways and executors dial"
-                ) from None
-            raise rpc.error_from_rpc(error) from None
+            raise rpc.error_of_server(error, "scheduler", target, tls) from None
 
 
 def trace(state: scheduler_pb2.GetStateResponse) -> dict[str, Any]:

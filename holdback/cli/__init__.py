@@ -13,6 +13,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 Command = Callable[[list[str]], int]
@@ -103,14 +104,16 @@ def ending_at_once() -> Iterator[None]:
 
     As KeyboardInterrupt it would be lost in what Python calls back meanwhile, or come out as the error of an import.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # ignored, as in the background of a script, or the caller's
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    # Else it is ignored, as in the background of a script, or the caller's.
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_ours &= threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def usage(targets: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -123,6 +124,12 @@ def test_the_command_itself_is_interrupted_as_any_program(register: Register) ->
     register("probe", command)
     cli.main(["probe"])
     assert handlers == [signal.default_int_handler]
+
+
+def test_a_command_may_be_run_in_any_thread(register: Register) -> None:
+    register("probe", lambda argv: 3)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(cli.main, ["probe"]).result(60) == 3
 
 
 def test_an_unknown_command_is_refused_and_the_known_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
