@@ -29,7 +29,8 @@ NUMBERS_PER_TOKEN = 2
 """In the lists of a request, for each token of the longest served model, though never fewer than the number above."""
 
 MAX_UNCOUNTED_BYTES = 256 * 1024
-"""Of a request that is read as it comes: whatever is in it costs little."""
+"""Of a request that is read as it comes: whatever is in it costs little. Its fields are not counted, and groups are
+passed over as unknown fields are."""
 
 _PROBLEM: ContextVar[str] = ContextVar("problem", default="")  # of the call that is being answered
 

@@ -6,7 +6,7 @@ none, for its template wrote them. As in transformers, `add_bos_token` beside a 
 
 Texts have threads by their length, so that none waits behind a longer kind; among its like, what is shorter goes first
 (`turns`). The threads are those of all tokenizers of a process, and of long texts each kind has one: while it is
-tokenized, a text takes up to 420 times its size.
+tokenized, a text takes up to 400 times its size.
 """
 
 from __future__ import annotations

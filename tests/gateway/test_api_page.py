@@ -10,6 +10,8 @@ from google.protobuf.descriptor import Descriptor
 from smg_grpc_proto import vllm_engine_pb2
 
 from gateway import limits
+from gateway.chat import MAX_RENDERED_BYTES
+from gateway.malformed import MAX_FIELDS, MAX_UNCOUNTED_BYTES, MIN_NUMBER_LIMIT
 from gateway.template_workers import MESSAGE_CHARS, TURN_LIMITS
 from gateway.tokenizer import CHARS_PER_TOKEN, LANES
 from gateway.turns import CALL_CHARS, PATIENCE_S
@@ -37,6 +39,8 @@ BOUNDS = {
     "`chat.messages[].role`": f"1 to {limits.MAX_ROLE_BYTES} bytes",
     "`token_ids`": f"at most {limits.MAX_TOKEN_IDS} entries, {IN_VOCABULARY}",
     "prompt, however it came": "[1, max_model_len - 1] tokens",
+    "text and conversations for `Tokenize`": f"at most {limits.MAX_TOKEN_IDS} tokens, as many as `Detokenize` takes",
+    "what a chat template writes": f"at most {MAX_RENDERED_BYTES} bytes",
     "`n`": str(limits.N_RANGE),
     "`stop`": f"at most {limits.MAX_STOP_STRINGS} entries, each 1 to {limits.MAX_STOP_STRING_BYTES} bytes",
     "`keep_special_tokens`": "any",
@@ -94,14 +98,20 @@ def test_every_field_of_a_request_has_a_bound() -> None:
 
 
 def test_the_table_of_turns_has_the_limits_of_the_tokenizer_and_the_words_those_of_templates() -> None:
-    numbers = [(lane.max_text_chars, lane.max_num_tokens, lane.max_chars) for lane in LANES]
-    assert table("## Turns") == [[f"{number:,}" for number in row] for row in numbers]
+    numbers = [(lane.max_text_chars, lane.max_num_tokens, lane.max_threads, lane.max_chars) for lane in LANES]
+    assert [row[:-1] for row in table("## Turns")] == [[f"{number:,}" for number in row] for row in numbers]
     words = " ".join(section("## Turns").split())
     assert f"with {TURN_LIMITS.max_chars:,} characters at once" in words
     assert f"the longest for {PATIENCE_S:g} s" in words
     assert f"counts {CALL_CHARS} characters more" in words
     assert MESSAGE_CHARS == CALL_CHARS
     assert CHARS_PER_TOKEN == 4
+
+
+def test_the_page_says_which_requests_have_their_fields_counted_and_what_they_may_have() -> None:
+    words = " ".join(section("### Health, reflection, connections").split())
+    assert f"A request of more than {MAX_UNCOUNTED_BYTES:,} bytes may have {MAX_FIELDS:,} fields" in words
+    assert f"and {MIN_NUMBER_LIMIT:,} at least" in words
 
 
 def test_every_status_code_and_reason_is_listed_once() -> None:

@@ -211,7 +211,7 @@ async def test_a_text_waits_for_none_of_a_longer_kind(tmp_path: pathlib.Path, mo
 
 
 def test_only_short_texts_are_tokenized_several_at_a_time() -> None:
-    # What one takes is up to 420 times its size.
+    # What one takes is up to 400 times its size.
     assert [lane.max_threads for lane in LANES if lane.max_text_chars > 65_536] == [1, 1]
 
 

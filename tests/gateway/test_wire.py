@@ -159,3 +159,14 @@ async def test_a_long_request_of_very_many_parts_is_refused_unread_and_the_next_
         call: Any = channel.unary_unary(f"/{OURS}/Generate")
         prompt = inference_pb2.TokenIds(token_ids=[5] * 3)
         await call(of_generation(token_ids=prompt, stop=["x" * 1000]), timeout=60)
+
+
+@pytest.mark.loopback
+async def test_what_is_in_a_short_request_is_not_counted_and_groups_are_passed_over(gateway: GatewayServer) -> None:
+    text = inference_pb2.TokenizeRequest(text="a").SerializeToString()
+    data = text + GROUP + b"\x7a\x00" * 2 * MAX_FIELDS  # field 15, empty
+    assert len(data) <= MAX_UNCOUNTED_BYTES
+    async with rpc.create_channel(f"127.0.0.1:{gateway.port}") as channel:
+        call: Any = channel.unary_unary(f"/{OURS}/Tokenize")
+        answer = inference_pb2.TokenizeResponse.FromString(await call(data, timeout=60))
+    assert len(answer.token_ids) == 1
