@@ -66,7 +66,8 @@ class Client:
     """`AsyncClient` for plain threads, any number of them at once. Use it as a context manager, or `close` it.
 
     Each client has one thread in the background; it ends with `close`, when nothing refers to the client any more, and
-    when the interpreter exits. Do not call it on an event loop: that would stand still.
+    when the interpreter exits. Do not call it on an event loop: that would stand still. In a process that is forked
+    from this one, every call raises RequestAbortedError.
     """
 
     def __init__(self, address: str | Sequence[str], **settings: Unpack[ClientSettings]) -> None:
@@ -88,7 +89,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends calls that still run, in other threads too, and the connections. Does nothing the second time."""
+        """Ends calls that still run, in other threads too, and the connections. Does nothing the second time.
+
+        A signal handler may call it. In a process that is forked from the one of this client it does nothing at all.
+        """
         self._thread.stop()
 
     generate = _blocking(AsyncClient.generate)
