@@ -123,9 +123,9 @@ class _Loop:
         if not self._owner.is_here:
             return
         self.is_stopping = True
-        # The last reference may be dropped in the thread itself, by the garbage collector; it cannot wait for itself.
         ended = queue.SimpleQueue[None]()
         self._waiting.append(ended)
+        # The last reference may be dropped in the thread itself, by the garbage collector; it cannot wait for itself.
         if self.call_soon(self._begin_to_end) and self._thread is not threading.current_thread():
             with contextlib.suppress(queue.Empty):
                 ended.get(timeout=END_S)
