@@ -16,9 +16,9 @@ import structlog
 from gateway.access import ANYONE, Access, Caller
 from gateway.generation import CallContext, GenerationRun
 from gateway.generations import Generations
-from gateway.malformed import check_well_formed
 from holdback import rpc
 from holdback.errors import HoldbackError, InternalError
+from holdback.malformed import check_well_formed
 from holdback.request_limits import MAX_TRACE_BYTES, num_bytes
 from holdback.types import TraceContext
 from holdback.v1 import inference_pb2

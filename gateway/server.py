@@ -21,7 +21,7 @@ from gateway.counts import HttpCounts
 from gateway.engine_client import EngineClient
 from gateway.generations import Generations
 from gateway.limits import MAX_REQUEST_BYTES
-from gateway.malformed import MalformedRequests
+from gateway.malformed import fault_finder
 from gateway.metrics import METRICS, GatewayMetrics
 from gateway.pool import Pool, Pools
 from gateway.services import GrpcServices
@@ -30,6 +30,7 @@ from gateway.tokenizer import Tokenizer, TokenizerThreads
 from holdback import rpc
 from holdback.errors import ErrorReason, UnavailableError
 from holdback.health import HealthServer
+from holdback.malformed import MalformedRequests
 from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
 from holdback.tracing import create_tracer
@@ -66,7 +67,7 @@ class GatewayServer:
         self._access = create_access(config.api_keys)
         authentication = Authentication(self._access, lambda: self._generations.counting_refusals())
         self._server = rpc.create_server(
-            [authentication, MalformedRequests(lambda: self.pools.longest_model_len)],
+            [authentication, MalformedRequests(fault_finder(lambda: self.pools.longest_model_len))],
             max_connection_age_s=config.max_connection_age_s,
             max_receive_bytes=MAX_REQUEST_BYTES,
         )

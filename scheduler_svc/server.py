@@ -12,8 +12,9 @@ import grpc.aio
 import structlog
 
 from holdback import rpc
-from holdback.errors import HoldbackError, InternalError
+from holdback.errors import HoldbackError, InternalError, InvalidArgumentError
 from holdback.health import HealthServer
+from holdback.malformed import MalformedRequests, check_well_formed
 from holdback.metrics import Exposition, MetricsServer
 from holdback.ports import write_ports_file
 from holdback.tracing import create_tracer
@@ -54,12 +55,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetLoad(  # noqa: N802
         self, request: scheduler_pb2.GetLoadRequest, context: Any
     ) -> scheduler_pb2.GetLoadResponse:
+        await _refuse_malformed(context)
         return state.load(self._pool, self._dispatcher)
 
     async def GetState(  # noqa: N802
         self, request: scheduler_pb2.GetStateRequest, context: Any
     ) -> scheduler_pb2.GetStateResponse:
+        await _refuse_malformed(context)
         return await state.state(self._pool, self._dispatcher, request)
+
+
+async def _refuse_malformed(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    try:
+        check_well_formed()
+    except InvalidArgumentError as error:
+        await _abort(context, error)
 
 
 async def _serve_stream(
@@ -111,7 +121,7 @@ class SchedulerServer:
         self._health = HealthServer(config.host, config.health_port)
         metrics = SchedulerMetrics(config, self.pool, self.dispatcher)
         self._metrics = MetricsServer(Exposition(METRICS, metrics).text, config.tls)
-        self._server = rpc.create_server()
+        self._server = rpc.create_server([MalformedRequests()])
         self._readiness = asyncio.Event()
         self._readiness_task: asyncio.Task[None] | None = None
         self.port = 0
