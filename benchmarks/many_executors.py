@@ -14,7 +14,7 @@ import argparse
 import asyncio
 
 from idle import Load, Window, watch
-from pool import start_pool
+from pool import START_TIMEOUT_S, start_pool
 from report import Cell, Table, parse_numbers, parser_of, write_json
 
 COLUMNS = ("executors", "streams", "steps_per_s", "idle_pct", "typical_pct", "largest_gap_ms", "cpu_pct", "gateway_cpu")
@@ -58,7 +58,12 @@ async def run(flags: argparse.Namespace) -> dict[str, object]:
     rows: list[dict[str, Cell]] = []
     breaks_at = None
     for num_executors in flags.executors:
-        window = await measure(num_executors, flags)
+        try:
+            window = await measure(num_executors, flags)
+        except TimeoutError:
+            print(f"{num_executors} executors did not all come to serve in {START_TIMEOUT_S:g} s")
+            breaks_at = num_executors
+            break
         rows.append(row_of(num_executors, window, flags))
         table.row(*rows[-1].values())
         if window.idle.typical_share * 100 > flags.limit_pct:
