@@ -58,7 +58,7 @@ else
 	$(PYTEST)
 endif
 
-test-unit: venv ## the pure tests but those of the chart, in about a minute
+test-unit: venv ## the pure tests but those of the chart, in little more than a minute
 	$(SHARED) -m 'not (loopback or model or compiled)' --ignore tests/chart
 
 lower-neuron: venv ## lowers the graphs of the neuron device to StableHLO; LOWER_ARGS=--all for every one

@@ -128,7 +128,8 @@ def test_a_stop_ends_what_another_thread_waits_for(thread: LoopThread) -> None:
     assert work.begun.wait(60)
     thread.stop()
     waiting.join(60)
-    assert raised == ["the client was closed"]
+    # The first where it waits already, the second where it had only handed its work over.
+    assert raised in (["the client was closed"], ["the client is closed"])
     assert work.ended.is_set()
 
 
