@@ -155,7 +155,8 @@ class AsyncClient:
         Every address is asked. Of the gateways behind one name of the DNS only one is asked: to end a
         stream of your own, close it.
         """
-        request = inference_pb2.AbortRequest(request_id=request_id)
+        request = inference_pb2.AbortRequest()
+        set_field(request, "request_id", request_id)
         asking = [self._call(lambda stub: stub.Abort, request, endpoint=endpoint) for endpoint in self._endpoints]
         results: list[object] = await asyncio.gather(*asking, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -166,9 +167,10 @@ class AsyncClient:
         self, text: str | None = None, *, messages: Sequence[Message] | None = None, model: str = ""
     ) -> list[int]:
         """Token ids of text or of a conversation, exactly as `generate` would run it."""
-        request = inference_pb2.TokenizeRequest(model=model)
+        request = inference_pb2.TokenizeRequest()
+        set_field(request, "model", model)
         if text is not None:
-            request.text = text
+            set_field(request, "text", text)
         if messages is not None:
             refuse_second_input(request.WhichOneof("input"))
             request.chat.CopyFrom(encode_messages(messages))
@@ -177,7 +179,9 @@ class AsyncClient:
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", keep_special_tokens: bool = False) -> str:
         """Text of token ids; bytes that form no character are U+FFFD."""
-        request = inference_pb2.DetokenizeRequest(model=model, keep_special_tokens=keep_special_tokens)
+        request = inference_pb2.DetokenizeRequest()
+        set_field(request, "model", model)
+        set_field(request, "keep_special_tokens", keep_special_tokens)
         set_field(request, "token_ids", token_ids)
         response: inference_pb2.DetokenizeResponse = await self._call(lambda stub: stub.Detokenize, request)
         return response.text
@@ -190,7 +194,8 @@ class AsyncClient:
 
     async def model(self, name: str = "") -> Model:
         """One model by name or alias; empty for the only one. Raises NotFoundError."""
-        request = inference_pb2.GetModelRequest(model=name)
+        request = inference_pb2.GetModelRequest()
+        set_field(request, "model", name, "name")
         response: inference_pb2.GetModelResponse = await self._call(lambda stub: stub.GetModel, request)
         return decode_model(response.model)
 

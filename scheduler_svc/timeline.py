@@ -15,6 +15,7 @@ import grpc.aio
 
 from holdback import rpc
 from holdback.endpoints import check_address
+from holdback.errors import ConfigError, InvalidArgumentError
 from holdback.tls import NO_TLS, Tls
 from holdback.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
@@ -30,7 +31,10 @@ async def fetch(
     target: str, request: scheduler_pb2.GetStateRequest, tls: Tls = NO_TLS
 ) -> scheduler_pb2.GetStateResponse:
     """The state of the scheduler on `host:port`. Raises HoldbackError; ConfigError where something else serves."""
-    check_address(target)
+    try:
+        check_address(target)
+    except InvalidArgumentError as error:
+        raise ConfigError(error.message) from None
     async with rpc.create_channel(target, tls) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         try:

@@ -216,6 +216,22 @@ async def test_a_prompt_that_cannot_be_sent_is_named(client: AsyncClient, prompt
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("value", ["\ud800", 5])
+async def test_a_field_of_a_short_call_that_cannot_be_sent_is_named(client: AsyncClient, value: Any) -> None:
+    calls = [
+        (client.tokenize(value), "text"),
+        (client.tokenize("x", model=value), "model"),
+        (client.detokenize([1], model=value), "model"),
+        (client.detokenize([1], keep_special_tokens="x"), "keep_special_tokens"),  # type: ignore[arg-type]
+        (client.abort(value), "request_id"),
+        (client.model(value), "name"),
+    ]
+    for call, field in calls:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await call
+        assert caught.value.field == field
+
+
 NO_ADDRESSES = [
     *("", "localhost", "127.0.0.1:99999", "127.0.0.1:0", ":80", "127.0.0.1:" + "9" * 5000),
     *("http://127.0.0.1:8000", "https://gateway:443", "gateway:80/v1:80", "user@gateway:80", "two names:80"),

@@ -94,3 +94,11 @@ async def test_nobody_there_is_no_matter_of_tls() -> None:
         with pytest.raises(UnavailableError) as caught:
             await client.models()
     assert caught.value.message.endswith("Connection refused")
+
+
+@pytest.mark.parametrize(
+    "command", [["state", "nohost"], ["timeline", "nohost"], ["generate", "hi", "--address", "nohost"]]
+)
+def test_an_address_that_is_none_is_a_wrong_call(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert "address is 'nohost'; allowed: host:port" in capsys.readouterr().err
