@@ -194,7 +194,7 @@ TWICE = """
     servedModelNames: [alias]
     scheduler: {config: {heartbeat_interval_s: 9, max_model_len: 4096, max_step_timeout_s: 9}}
     executors:
-      - {name: one, config: {max_model_len: 2048}}
+      - {name: one, config: {max_model_len: 2048, max_step_timeout_s: 8}}
       - {name: one, device: simulated}
 """
 
@@ -207,6 +207,7 @@ def test_names_that_stand_twice_and_pools_that_disagree_are_refused():
         'pools[small].servedModelNames has "alias", which another pool or name has too; allowed: each once',
         "pools[small].scheduler.config.lease_timeout_s is 5; allowed: more than heartbeat_interval_s, which is 9",
         "pools[small].scheduler.config.max_step_timeout_s is 9; allowed: at least min_step_timeout_s, which is 10",
+        "pools[small].executors[one].config.max_step_timeout_s is 8; allowed: at least min_step_timeout_s, which is 10",
         "pools[small] has max_model_len 2048 and 4096; allowed: one for the scheduler and all its executors",
         "pools[small].executors[one].device is cpu, but its pool has no model",
         "pools[small] has neither a tokenizer nor a model that has one",
